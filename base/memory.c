@@ -1,0 +1,58 @@
+#include "base/base.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static int64_t fail_at;
+static int64_t live;
+
+void epmoei_alloc_fail_at(int64_t n) { __atomic_store_n(&fail_at, n, __ATOMIC_SEQ_CST); }
+
+int64_t epmoei_alloc_live(void) { return __atomic_load_n(&live, __ATOMIC_SEQ_CST); }
+
+void *epmoei_alloc(int64_t bytes)
+{
+    if (bytes < 0 || bytes > INT64_MAX - EPMOEI_ALIGNMENT) return NULL;
+    if (__atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) > 0 && __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST) == 0)
+        return NULL;
+    size_t size = (size_t)epmoei_round_up(epmoei_max64(bytes, 1), EPMOEI_ALIGNMENT);
+    void *pointer = aligned_alloc(EPMOEI_ALIGNMENT, size);
+    if (pointer) __atomic_add_fetch(&live, 1, __ATOMIC_SEQ_CST);
+    return pointer;
+}
+
+void *epmoei_calloc(int64_t bytes)
+{
+    void *pointer = epmoei_alloc(bytes);
+    if (pointer) memset(pointer, 0, (size_t)bytes);
+    return pointer;
+}
+
+void epmoei_free(void *pointer)
+{
+    if (!pointer) return;
+    __atomic_sub_fetch(&live, 1, __ATOMIC_SEQ_CST);
+    free(pointer);
+}
+
+epmoe_status_t epmoei_alloc_for(void **pointer, int64_t bytes, const char *what)
+{
+    *pointer = epmoei_alloc(bytes);
+    if (*pointer) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for %s: %lld bytes", what, (long long)bytes);
+}
+
+void *epmoei_carve(epmoei_arena_t *arena, int64_t bytes)
+{
+    void *pointer = arena->base ? arena->base + arena->used : NULL;
+    arena->used += epmoei_round_up(bytes, EPMOEI_ALIGNMENT);
+    return pointer;
+}
+
+double epmoei_now_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}

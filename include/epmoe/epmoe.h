@@ -1,0 +1,767 @@
+/* epmoe: the Mixture-of-Experts layer of large language models, its experts spread over GPUs or CPUs.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Three levels, each usable alone:
+ *   ops            epmoe_topk ... epmoe_sum: one stage on caller-owned buffers
+ *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
+ *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
+ *
+ * Conventions that hold everywhere:
+ *   - Every call returns an epmoe_status_t. On an error nothing of the outputs is written (unless the function says
+ *     otherwise), nothing leaks and every handle stays usable; epmoe_last_error() has the details.
+ *   - Structs start with struct_size; fill it with the type's INIT macro. A zero field takes its documented default.
+ *     Structs only ever grow at the end. A caller newer than the library is accepted if the fields that the library
+ *     does not know are zero.
+ *   - Tensors are dense and row-major, sizes in elements unless the name ends in _bytes. [T,d] is T rows of d.
+ *     T tokens, E experts, k = top_k, d = hidden, f = intermediate.
+ *   - backend CPU: pointers are host memory, any element-aligned address, streams are ignored and the call has finished
+ *     its work when it returns. backend CUDA: pointers are device memory aligned to 16 bytes, the call only enqueues
+ *     on `stream` (never the default stream unless NULL is passed), never allocates and never synchronises.
+ *   - Outputs must not overlap inputs except where a field says "may alias".
+ *   - T = 0 succeeds with NULL data pointers and writes nothing but counts.
+ *   - Calls on one handle are not thread-safe; different handles and all ops are. Nothing is printed; see
+ *     epmoe_set_log.
+ *   - Same inputs, same bits, on every run with the same thread count and backend.
+ */
+#ifndef EPMOE_EPMOE_H
+#define EPMOE_EPMOE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define EPMOE_API __attribute__((visibility("default")))
+#else
+#define EPMOE_API
+#endif
+
+/* A struct with its struct_size set and every other field zero. */
+#ifdef __cplusplus
+#define EPMOE_STRUCT_INIT(type)                                                                                        \
+    {                                                                                                                  \
+        sizeof(type)                                                                                                   \
+    }
+extern "C" {
+#else
+#define EPMOE_STRUCT_INIT(type)                                                                                        \
+    {                                                                                                                  \
+        .struct_size = sizeof(type)                                                                                    \
+    }
+#endif
+
+#define EPMOE_VERSION_MAJOR 0
+#define EPMOE_VERSION_MINOR 1
+#define EPMOE_VERSION_PATCH 0
+
+#define EPMOE_MAX_EXPERTS 4096
+#define EPMOE_MAX_TOP_K   32
+
+/* The CUDA driver's stream type (cudaStream_t is the same pointer); NULL on the CPU. */
+typedef struct CUstream_st *epmoe_stream_t;
+
+/* ------------------------------------------------------------------------------------------------------- status */
+
+/* X(name, value, text): one list yields the enum and epmoe_status_string. */
+#define EPMOE_STATUS_MAP(X)                                                                                            \
+    X(OK, 0, "success")                                                                                                \
+    X(ERROR_INVALID_ARGUMENT, 1, "invalid argument")                                                                   \
+    X(ERROR_NOT_SUPPORTED, 2, "not supported")                                                                         \
+    X(ERROR_OUT_OF_MEMORY, 3, "out of memory")                                                                         \
+    X(ERROR_IO, 4, "file cannot be read")                                                                              \
+    X(ERROR_FORMAT, 5, "file content is invalid")                                                                      \
+    X(ERROR_MISMATCH, 6, "ranks disagree")                                                                             \
+    X(ERROR_CAPACITY, 7, "received rows exceed the capacity")                                                          \
+    X(ERROR_TIMEOUT, 8, "a peer did not answer in time")                                                               \
+    X(ERROR_PEER, 9, "a peer reported an error")                                                                       \
+    X(ERROR_TRANSPORT, 10, "the transport failed")                                                                     \
+    X(ERROR_CUDA, 11, "a CUDA call failed")                                                                            \
+    X(ERROR_BAD_STATE, 12, "call out of order, or the handle has failed")                                              \
+    X(ERROR_INTERNAL, 13, "internal error")
+
+typedef enum epmoe_status_t {
+#define EPMOE_STATUS_ENUM(name, value, text) EPMOE_##name = value,
+    EPMOE_STATUS_MAP(EPMOE_STATUS_ENUM)
+#undef EPMOE_STATUS_ENUM
+        EPMOE_STATUS_FORCE_INT32 = 0x7FFFFFFF
+} epmoe_status_t;
+
+/* The fixed text of a status, never NULL. */
+EPMOE_API const char *epmoe_status_string(epmoe_status_t status);
+
+/* What the last failing call of this thread said: the argument, its value, what was expected. Never NULL; "" before
+ * the first error. Valid until the next failing call of this thread. */
+EPMOE_API const char *epmoe_last_error(void);
+
+/* major*10000 + minor*100 + patch of the library that was loaded. */
+EPMOE_API int32_t epmoe_version(void);
+
+typedef enum epmoe_log_level_t { EPMOE_LOG_WARNING = 1, EPMOE_LOG_INFO = 2 } epmoe_log_level_t;
+
+/* Where warnings (an unknown tensor in a checkpoint, a list that contradicts the file) go. `fn` may be called from
+ * any thread inside a call of the library; NULL (the default) drops them. Process-wide. */
+typedef void (*epmoe_log_fn)(void *ctx, epmoe_log_level_t level, const char *message);
+EPMOE_API void epmoe_set_log(epmoe_log_fn fn, void *ctx);
+
+/* -------------------------------------------------------------------------------------------------------- enums */
+
+typedef enum epmoe_dtype_t {
+    EPMOE_DTYPE_NONE = 0,
+    EPMOE_F32 = 1,
+    EPMOE_BF16 = 2,
+    EPMOE_F16 = 3,
+    EPMOE_F8_E4M3 = 4,
+    EPMOE_F8_E8M0 = 5,
+    EPMOE_U8 = 6,
+    EPMOE_I32 = 7,
+    EPMOE_I64 = 8,
+} epmoe_dtype_t;
+
+/* "f32", "bf16", ...; "none" for anything unknown. */
+EPMOE_API const char *epmoe_dtype_string(epmoe_dtype_t dtype);
+/* Bytes per element, 0 for anything unknown. */
+EPMOE_API int32_t epmoe_dtype_size(epmoe_dtype_t dtype);
+
+typedef enum epmoe_backend_t {
+    EPMOE_BACKEND_AUTO = 0, /* CUDA when this build has it and a device is present, the CPU otherwise */
+    EPMOE_BACKEND_CPU = 1,
+    EPMOE_BACKEND_CUDA = 2,
+} epmoe_backend_t;
+
+/* What AUTO means here and now; an explicit backend that cannot run here is NOT_SUPPORTED (the message says why). */
+EPMOE_API epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *resolved);
+
+/* The name of the kernel tier in use on a backend: "ref", "cpu-generic", "cpu-avx2", "cpu-avx512", "sm80", "sm90".
+ * EPMOE_ARCH=ref|cpu|sm80|sm90 in the environment (read once) masks the tiers above it. */
+EPMOE_API const char *epmoe_backend_arch(epmoe_backend_t backend);
+
+/* How a row of router logits becomes scores. All arithmetic is fp32. */
+typedef enum epmoe_scoring_t {
+    EPMOE_SCORING_SOFTMAX = 0,
+    EPMOE_SCORING_SIGMOID = 1,
+    EPMOE_SCORING_SQRT_SOFTPLUS = 2,
+    EPMOE_SCORING_TOPK_SOFTMAX = 3, /* choose by logit, then softmax over the k chosen */
+} epmoe_scoring_t;
+
+typedef enum epmoe_group_score_t {
+    EPMOE_GROUP_SCORE_TOP2 = 0, /* sum of the two best biased scores of the group */
+    EPMOE_GROUP_SCORE_MAX = 1,
+} epmoe_group_score_t;
+
+/* h = act(gate, up), elementwise, fp32:
+ *   SILU        gate * sigmoid(gate) * up           (SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer")
+ *   GELU        gate * Phi(gate) * up, exact erf
+ *   GELU_TANH   the tanh approximation of GELU (Hendrycks and Gimpel 2016)
+ *   SWIGLU_OAI  g = min(gate, limit), u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1)
+ * A limit > 0 with SILU, GELU or GELU_TANH clamps gate above and up on both sides first.
+ * silu(-inf) and gelu(-inf) are 0. */
+typedef enum epmoe_activation_t {
+    EPMOE_ACTIVATION_SILU = 0,
+    EPMOE_ACTIVATION_GELU = 1,
+    EPMOE_ACTIVATION_GELU_TANH = 2,
+    EPMOE_ACTIVATION_SWIGLU_OAI = 3, /* alpha default 1.702, limit default 7 */
+    EPMOE_ACTIVATION_NONE = 4,       /* grouped GEMM only: y = x w^T (+ bias) */
+} epmoe_activation_t;
+
+/* How expert weights are stored; the tensors of each are those of the file formats of the same name. */
+typedef enum epmoe_format_t {
+    EPMOE_FORMAT_NONE = 0,
+    EPMOE_FORMAT_F32 = 1,
+    EPMOE_FORMAT_BF16 = 2,
+    EPMOE_FORMAT_F16 = 3,
+    EPMOE_FORMAT_FP8_BLOCK = 4, /* E4M3 with a scale per 128x128 block */
+    EPMOE_FORMAT_GPTQ = 5,
+    EPMOE_FORMAT_AWQ = 6,
+    EPMOE_FORMAT_CT_W4 = 7, /* compressed-tensors pack-quantized */
+    EPMOE_FORMAT_MXFP4 = 8,
+} epmoe_format_t;
+EPMOE_API const char *epmoe_format_string(epmoe_format_t format);
+
+/* The order of the 2f rows of a gate/up weight [2f,d]. */
+typedef enum epmoe_layout_t {
+    EPMOE_LAYOUT_GATE_FIRST = 0,  /* rows 0..f-1 gate, f..2f-1 up */
+    EPMOE_LAYOUT_INTERLEAVED = 1, /* rows 2i gate, 2i+1 up */
+    EPMOE_LAYOUT_PACKED = 2,      /* what the backend computes on: on the CPU the same as GATE_FIRST */
+} epmoe_layout_t;
+
+/* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
+ * Plain formats (F32, BF16, F16) use `data` only. The other fields carry the tensors of quantised formats.
+ * Quantised formats are refused as NOT_SUPPORTED by this version. */
+typedef struct epmoe_weight_t {
+    size_t struct_size;
+    epmoe_format_t format;
+    int32_t group_size;         /* quantised: K columns per scale; 0 = 128, -1 = one group */
+    int32_t zero_convention;    /* GPTQ: 1 = stored zero is z-1, 2 = z; 0 = 1 */
+    epmoe_dtype_t scales_dtype; /* quantised */
+    const void *data;
+    const void *scales;
+    const void *zeros;
+    const int32_t *g_idx; /* GPTQ with act-order: [E,K] */
+} epmoe_weight_t;
+#define EPMOE_WEIGHT_INIT EPMOE_STRUCT_INIT(epmoe_weight_t)
+
+/* ---------------------------------------------------------------------------------------------------------- ops */
+
+/* Router: scores and top-k of each row of logits.
+ *   - ids[t,:] are distinct, in [0,E), in descending order of the selection value: the logit for SOFTMAX and
+ *     TOPK_SOFTMAX without a selection bias, score + bias (fp32) otherwise. Equal values: the lower id first.
+ *   - NaN counts as -inf and +inf as the largest finite float; such a -inf stays -inf after the bias. A row in which
+ *     every logit is NaN or -inf gets ids 0..k-1 and weights 0. Weights are always finite.
+ *   - weights[t,j] = score of ids[t,j] (never the biased one), divided by the sum over the k if renormalize (0 if that
+ *     sum is below 2^-126), times scale once. TOPK_SOFTMAX: softmax over the k chosen logits, times scale.
+ *   - Groups: E is cut into n_group equal parts; the topk_group parts with the best group score (equal: the lower)
+ *     stay, and ids come from these only.
+ * Errors: INVALID_ARGUMENT for E outside 1..4096, k outside 1..min(E,32), E not divisible by n_group, topk_group
+ * outside 1..n_group, k > topk_group * E / n_group, a NULL pointer with T > 0, an unknown enum.
+ * Floor: bytes = T*(E*b + 8*k), b = bytes per logit. */
+typedef struct epmoe_topk_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;          /* T >= 0 */
+    int32_t num_experts;         /* E */
+    int32_t top_k;               /* k */
+    epmoe_dtype_t logits_dtype;  /* F32 (0 = F32), BF16 or F16 */
+    const void *logits;          /* [T,E] */
+    int64_t logits_stride;       /* elements from row to row; 0 = E */
+    const float *selection_bias; /* [E] or NULL: added for the choice, never to the weight */
+    epmoe_scoring_t scoring;
+    int32_t renormalize; /* 0 or 1 */
+    float scale;         /* 0 = 1 */
+    int32_t n_group;     /* 0 = 1 */
+    int32_t topk_group;  /* 0 = n_group */
+    epmoe_group_score_t group_score;
+    int32_t *ids;                  /* out [T,k] */
+    float *weights;                /* out [T,k] */
+    const int32_t *num_tokens_dev; /* optional, same memory as the tensors: the actual T, at most num_tokens; rows past
+                                      it are not written */
+} epmoe_topk_args_t;
+#define EPMOE_TOPK_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_topk_args_t)
+EPMOE_API epmoe_status_t epmoe_topk(const epmoe_topk_args_t *args, epmoe_stream_t stream);
+
+/* Stable counting sort of the T*k slots by expert, each expert padded to a multiple of block_size.
+ * Experts ascend; within an expert the flat slot index t*k + j ascends. sorted_ids holds slot indices, T*k where
+ * padded; blocks never cross experts. With expert_map, slots of an expert mapped to -1 are left out, expert_ids holds
+ * the mapped (local) ids, and the order stays that of the unmapped ones. Slots with id -1 are left out.
+ * Everything past num_post_padded is filled: sorted_ids with T*k, expert_ids with -1.
+ *   P = epmoe_align_max_padded(T, k, E, block) = round_up(T*k + E*(block-1), block), the worst case.
+ * Errors: INVALID_ARGUMENT for E outside 1..4096, k < 1, block < 1, P above INT32_MAX, and on the CPU an id outside
+ * [-1,E) or a map entry below -1 (nothing is written). On CUDA such an id counts as -1 and adds to a device error
+ * word that the next call of the host reports.
+ * Floor: bytes = 4*(T*k + P + P/block + E). */
+typedef struct epmoe_align_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t top_k;
+    int32_t num_experts;
+    int32_t block_size;        /* 0 = 1: no padding */
+    const int32_t *ids;        /* [T,k] */
+    const int32_t *expert_map; /* [E] or NULL */
+    int32_t *sorted_ids;       /* out [P] */
+    int32_t *expert_ids;       /* out [P/block], may be NULL */
+    int32_t *num_post_padded;  /* out [1] */
+    int32_t *expert_offsets;   /* out [E+1], may be NULL: rows of expert e are sorted_ids[offsets[e] .. offsets[e+1]) */
+    const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t; the pad value stays num_tokens*k */
+    void *workspace;
+    int64_t workspace_bytes; /* at least epmoe_align_workspace_size */
+} epmoe_align_args_t;
+#define EPMOE_ALIGN_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_align_args_t)
+/* P, or -1 when it exceeds INT32_MAX or an argument is out of range. */
+EPMOE_API int64_t epmoe_align_max_padded(int32_t num_tokens, int32_t top_k, int32_t num_experts, int32_t block_size);
+/* Bytes of scratch for these sizes (pointers are not read); 0 is legal. */
+EPMOE_API epmoe_status_t epmoe_align_workspace_size(const epmoe_align_args_t *args, int64_t *bytes);
+EPMOE_API epmoe_status_t epmoe_align_block_size(const epmoe_align_args_t *args, epmoe_stream_t stream);
+
+/* Materialised gather for callers that need contiguous rows: y[p,:] = x[sorted_ids[p] / k, :] for p < *num_rows,
+ * zeros where sorted_ids[p] is padding; rows p >= *num_rows are not written. inverse[s] = p for each slot s, -1 for
+ * slots that are not in sorted_ids. Bit-exact copy; any dtype of 1, 2 or 4 bytes.
+ * Errors: INVALID_ARGUMENT as above; on the CPU also *num_rows above max_rows or a negative sorted id.
+ * Floor: bytes = T*d*b + P*d*b + 8*P. */
+typedef struct epmoe_permute_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t top_k;
+    int32_t hidden;
+    epmoe_dtype_t dtype;
+    const void *x;             /* [T,d] */
+    const int32_t *sorted_ids; /* [max_rows] */
+    const int32_t *num_rows;   /* [1]: align's num_post_padded */
+    int32_t max_rows;          /* P */
+    void *y;                   /* out [max_rows,d] */
+    int32_t *inverse;          /* out [T*k] or NULL */
+} epmoe_permute_args_t;
+#define EPMOE_PERMUTE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_permute_args_t)
+EPMOE_API epmoe_status_t epmoe_permute(const epmoe_permute_args_t *args, epmoe_stream_t stream);
+
+/* The way back: out[t,:] = sum over j ascending of weights[t,j] * y[inverse[t*k+j],:] in fp32, rounded once. A slot
+ * with inverse -1 adds nothing, and neither its row nor its weight is read. weights NULL = all 1.
+ * Floor: bytes = T*k*d*b + T*d*b + 8*T*k. */
+typedef struct epmoe_unpermute_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t top_k;
+    int32_t hidden;
+    epmoe_dtype_t dtype;    /* F32, BF16, F16 */
+    const void *y;          /* [max_rows,d] */
+    int32_t max_rows;       /* bound of the entries of inverse */
+    const int32_t *inverse; /* [T*k] */
+    const float *weights;   /* [T,k] or NULL */
+    void *out;              /* out [T,d] */
+} epmoe_unpermute_args_t;
+#define EPMOE_UNPERMUTE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_unpermute_args_t)
+EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
+
+/* Grouped GEMM by row index. For every expert e and every row r in [expert_offsets[e], expert_offsets[e+1]):
+ *     s     = row_index ? row_index[r] : r                         (skipped when s >= num_slots: padding)
+ *     acc   = sum over K of x[s / x_row_divisor, :] * w[e, n, :]   (fp32)
+ *     acc  *= row_weights[s] if weight_on_input
+ *     acc  += bias[e, n]
+ *     out   = activation NONE: acc[n];  otherwise act(acc[gate i], acc[up i]) for i < N/2
+ *     out  *= row_weights[s] unless weight_on_input
+ *     y[s, :] = round(out, y_dtype)
+ * Rows of y that no r reaches are not written. N counts gate and up rows together (2f) when an activation is given.
+ * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2.
+ * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
+ * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
+ * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
+ * NOT_SUPPORTED for quantised formats and, on CUDA, N or K not a multiple of 8.
+ * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
+typedef struct epmoe_grouped_gemm_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_experts;           /* E >= 1 */
+    int32_t n;                     /* N: rows of w */
+    int32_t k;                     /* K: columns of w and of x */
+    int32_t max_rows;              /* bound of expert_offsets[E] */
+    const int32_t *expert_offsets; /* [E+1] */
+    const int32_t *row_index;      /* [max_rows] or NULL */
+    int32_t num_slots;             /* rows of y; row indices >= this are padding; 0 = max_rows */
+    int32_t x_row_divisor;         /* top_k when x has a row per token; 0 = 1 */
+    epmoe_dtype_t x_dtype;
+    const void *x;                 /* [num_slots / x_row_divisor, K] */
+    epmoe_weight_t weight;         /* [E,N,K] */
+    epmoe_layout_t layout;         /* order of gate and up rows when an activation is given */
+    const float *bias;             /* [E,N] or NULL, in the order of the rows of w */
+    epmoe_activation_t activation; /* 0 is SILU: set NONE for a plain GEMM */
+    float alpha;                   /* see epmoe_activation_t */
+    float limit;
+    const float *row_weights; /* [num_slots] or NULL */
+    int32_t weight_on_input;  /* 0 or 1 */
+    int32_t batch_invariant;  /* 0 or 1 */
+    epmoe_dtype_t y_dtype;
+    void *y; /* out [num_slots, N or N/2] */
+    void *workspace;
+    int64_t workspace_bytes; /* at least epmoe_grouped_gemm_workspace_size */
+} epmoe_grouped_gemm_args_t;
+#define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
+EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
+EPMOE_API epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+
+/* y[t,i] = act(x[t,i], x[t,d+i]): first half gate, second half up (see epmoe_activation_t). Any d.
+ * y may alias x only when its row i starts where x's row i does (y == x and y_stride == x_stride).
+ * Floor: bytes = 3*T*d*b. */
+typedef struct epmoe_silu_and_mul_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t width;       /* d: columns of y */
+    epmoe_dtype_t dtype; /* F32, BF16, F16 */
+    const void *x;       /* [T,2d] */
+    int64_t x_stride;    /* elements from row to row; 0 = 2d */
+    void *y;             /* out [T,d] */
+    int64_t y_stride;    /* 0 = d */
+    epmoe_activation_t activation;
+    float alpha; /* 0 = default of the activation */
+    float limit; /* 0 = none (SWIGLU_OAI: 7) */
+} epmoe_silu_and_mul_args_t;
+#define EPMOE_SILU_AND_MUL_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_silu_and_mul_args_t)
+EPMOE_API epmoe_status_t epmoe_silu_and_mul(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
+
+/* out[t,:] = residual[t,:] + sum over j ascending of weights[t,j] * y[t,j,:], fp32, rounded once. A slot with id -1
+ * adds nothing, and neither its row nor its weight is read. out may alias residual.
+ * Floor: bytes = T*k*d*b + T*d*b (+ T*d*b with residual). */
+typedef struct epmoe_sum_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t top_k;
+    int32_t hidden;
+    epmoe_dtype_t y_dtype;   /* of the slot rows: F32, BF16, F16 */
+    epmoe_dtype_t out_dtype; /* of out and residual; 0 = y_dtype */
+    const void *y;           /* [T,k,d] */
+    const float *weights;    /* [T,k] or NULL (already applied) */
+    const int32_t *ids;      /* [T,k] or NULL (every slot used) */
+    const void *residual;    /* [T,d] or NULL */
+    void *out;               /* out [T,d] */
+} epmoe_sum_args_t;
+#define EPMOE_SUM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_sum_args_t)
+EPMOE_API epmoe_status_t epmoe_sum(const epmoe_sum_args_t *args, epmoe_stream_t stream);
+
+/* The routed experts of a layer for given routing: align, GEMM 1 with the activation, GEMM 2, sum.
+ *     h[t,j,:] = round(act(x[t] w13[e]^T + b13[e]), dtype)         e = ids[t,j]
+ *     y[t,:]   = round(sum over j ascending of weights[t,j] * (h[t,j] w2[e]^T + b2[e]), y_dtype)
+ * weight_on_input multiplies x's product by the weight before the bias and the activation, instead of the output
+ * (Llama 4). A slot with id -1 adds nothing and its weight is not read; an expert twice in one token counts twice;
+ * a token without any slot gets zeros. y may alias x.
+ * Errors: as the ops it is made of. On the CPU an id outside [-1,E) is INVALID_ARGUMENT and nothing is written.
+ * Floor: bytes = active experts*3*d*f*b + T*d*2*b + 2*T*k*f*b; flops = 6*T*k*d*f. */
+typedef struct epmoe_experts_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t top_k;
+    int32_t num_experts;
+    int32_t hidden;
+    int32_t intermediate;
+    epmoe_dtype_t dtype;       /* of x, and what h is rounded to: F32, BF16, F16 */
+    epmoe_dtype_t y_dtype;     /* 0 = dtype */
+    const void *x;             /* [T,d] */
+    const int32_t *ids;        /* [T,k] */
+    const float *weights;      /* [T,k] */
+    epmoe_weight_t gate_up;    /* w13 [E,2f,d] */
+    epmoe_weight_t down;       /* w2 [E,d,f] */
+    epmoe_layout_t layout;     /* of gate_up and its bias */
+    const float *gate_up_bias; /* b13 [E,2f] or NULL */
+    const float *down_bias;    /* b2 [E,d] or NULL */
+    epmoe_activation_t activation;
+    float alpha;
+    float limit;
+    int32_t weight_on_input;
+    void *y; /* out [T,d] */
+    void *workspace;
+    int64_t workspace_bytes; /* at least epmoe_experts_workspace_size */
+} epmoe_experts_args_t;
+#define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
+EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
+EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
+
+/* ------------------------------------------------------------------------------------------------ communication */
+
+typedef struct epmoe_comm epmoe_comm_t; /* the ranks of one expert-parallel group */
+typedef struct epmoe_ep epmoe_ep_t;     /* the buffers and plan of one dispatch/combine pair on a communicator */
+struct ncclComm;                        /* NCCL's communicator, by NCCL's own tag */
+
+typedef enum epmoe_transport_t {
+    EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, otherwise the fastest that all ranks can use */
+    EPMOE_TRANSPORT_LOCAL = 1, /* one rank */
+    EPMOE_TRANSPORT_MPI = 2,   /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's) */
+    EPMOE_TRANSPORT_NCCL = 3,
+    EPMOE_TRANSPORT_P2P = 4, /* stores into peer memory over NVLink */
+} epmoe_transport_t;
+EPMOE_API const char *epmoe_transport_string(epmoe_transport_t transport);
+
+/* A piece of host memory that goes to, or comes from, one peer. */
+typedef struct epmoe_segment_t {
+    int32_t peer;
+    int32_t reserved; /* 0 */
+    void *data;
+    int64_t bytes; /* >= 0 */
+} epmoe_segment_t;
+
+/* What the library asks of the process launcher, as callbacks. epmoe_comm_create_mpi (epmoe_mpi.h) fills one with MPI.
+ * All callbacks return 0 for success and run on the thread that called the library. All but all_gather may be NULL.
+ *   all_gather       recv[i*bytes .. ) = rank i's send; every rank calls it with the same bytes. It must return within
+ *                    timeout_s, with 1 when it could not (then *failed_peer may name a rank, else -1).
+ *   exchange_begin   starts sending and receiving all segments and returns at once. Segments between a pair of ranks
+ *                    match in order and are equally long. Several exchanges never overlap.
+ *   exchange_finish  waits until all segments have been sent and received, at most timeout_s: 0 done, 1 timed out,
+ *                    2 failed; *failed_peer as above. After a failure no buffer is touched any more, or the callback
+ *                    keeps it alive itself: the library frees its buffers afterwards.
+ *   release          called once, from epmoe_comm_destroy. */
+typedef struct epmoe_bootstrap_t {
+    size_t struct_size;
+    int32_t rank;
+    int32_t size;
+    void *ctx;
+    int32_t (*all_gather)(void *ctx, const void *send, void *recv, int64_t bytes, double timeout_s,
+                          int32_t *failed_peer);
+    int32_t (*exchange_begin)(void *ctx, const epmoe_segment_t *sends, int32_t num_sends, const epmoe_segment_t *recvs,
+                              int32_t num_recvs);
+    int32_t (*exchange_finish)(void *ctx, double timeout_s, int32_t *failed_peer);
+    void (*release)(void *ctx, int32_t failed);
+} epmoe_bootstrap_t;
+#define EPMOE_BOOTSTRAP_INIT EPMOE_STRUCT_INIT(epmoe_bootstrap_t)
+
+typedef struct epmoe_comm_config_t {
+    size_t struct_size;
+    epmoe_transport_t transport;
+    epmoe_backend_t backend;
+    int32_t device;             /* CUDA device ordinal; -1 = local rank modulo the device count */
+    double timeout_s;           /* longest wait for a peer before a call fails; 0 = 30 */
+    struct ncclComm *nccl_comm; /* optional, borrowed until destroy */
+} epmoe_comm_config_t;
+#define EPMOE_COMM_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_comm_config_t)
+
+/* Makes a communicator. Collective over the bootstrap's ranks; may block up to timeout_s. bootstrap NULL = one rank.
+ * config NULL = defaults. The structs are copied; bootstrap->ctx must live until `release`. On success the communicator
+ * owns the bootstrap; on failure *comm is NULL and `release` has been called.
+ * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs differ; NOT_SUPPORTED for a transport that
+ * some rank cannot use; TIMEOUT. */
+EPMOE_API epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
+                                           epmoe_comm_t **comm);
+/* Local; never waits for a peer. NULL is legal, so is a communicator that has failed. Objects made on the communicator
+ * must be destroyed before it. */
+EPMOE_API void epmoe_comm_destroy(epmoe_comm_t *comm);
+EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
+EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
+EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
+/* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
+ * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
+ * PEER with a peer's bad argument) leave it healthy. Local, never blocks. */
+EPMOE_API epmoe_status_t epmoe_comm_get_async_error(const epmoe_comm_t *comm);
+/* recv[i*bytes ..) = send of rank i. Host memory, collective, waits at most timeout_s. For small control data. */
+EPMOE_API epmoe_status_t epmoe_comm_all_gather(epmoe_comm_t *comm, const void *send, void *recv, int64_t bytes);
+/* Collective: OK if every rank passes OK; otherwise each failing rank gets its own status back and every other rank
+ * ERROR_PEER with a message naming the first failing rank and its error text. */
+EPMOE_API epmoe_status_t epmoe_comm_agree(epmoe_comm_t *comm, epmoe_status_t local);
+
+/* Experts of rank r of R: a contiguous block; the first E mod R ranks own one more. R may exceed E. */
+EPMOE_API epmoe_status_t epmoe_expert_range(int32_t num_experts, int32_t size, int32_t rank, int32_t *first,
+                                            int32_t *count);
+
+typedef struct epmoe_ep_config_t {
+    size_t struct_size;
+    int32_t num_experts;
+    int32_t top_k;
+    int32_t hidden;
+    int32_t max_tokens;       /* this rank's bound of T; may differ per rank */
+    epmoe_dtype_t dtype;      /* of x and y: F32, BF16, F16 */
+    epmoe_dtype_t wire_dtype; /* 0 = dtype; F8_E4M3 is not supported yet */
+    int64_t
+        capacity; /* most rows this rank accepts per dispatch; 0 = the sum of max_tokens of all ranks, the worst case */
+} epmoe_ep_config_t;
+#define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
+
+/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank). The communicator
+ * must outlive the object. On failure *ep is NULL on every rank. */
+EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
+EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
+/* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. */
+EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
+                                              int64_t *bytes);
+
+typedef struct epmoe_dispatch_args_t {
+    size_t struct_size;
+    int32_t num_tokens; /* T <= max_tokens, may be 0 */
+    int32_t
+        reuse_routing;  /* 1: ids are those of the previous dispatch of this object on every rank: no count exchange */
+    const void *x;      /* [T,d] */
+    const int32_t *ids; /* [T,k] global expert ids, -1 = unused */
+    const float *weights; /* [T,k] */
+} epmoe_dispatch_args_t;
+#define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
+
+/* Rows this rank received: one per (token, this rank) whatever the number of the token's experts here, ordered by
+ * source rank, then token. The pointers are owned by the object and valid until the next dispatch or destroy. */
+typedef struct epmoe_dispatch_result_t {
+    size_t struct_size;
+    int32_t max_rows; /* bound of *num_rows */
+    int32_t reserved;
+    const int32_t *num_rows; /* [1], same memory kind as the tensors */
+    const void *x;           /* [max_rows,d] */
+    const int32_t *ids;      /* [max_rows,k]: local expert ids (0 = first expert of this rank), -1 = not here */
+    const float *weights;    /* [max_rows,k] */
+    void *y;                 /* [max_rows,d] of epmoe_ep_partial_dtype: where the caller puts each row's sum over the
+                                local experts, for combine; may be written only between dispatch and combine */
+} epmoe_dispatch_result_t;
+#define EPMOE_DISPATCH_RESULT_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_result_t)
+
+/* Sends every token to each rank that owns one of its experts: once per rank. Collective, with T different per rank.
+ * An error of one rank (bad id, T > max_tokens, NULL) reaches all: its own status there, ERROR_PEER elsewhere;
+ * CAPACITY on all ranks when one would receive too many rows. The object stays usable after these.
+ * Host transport: blocks until the rows are here. */
+EPMOE_API epmoe_status_t epmoe_dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args,
+                                        epmoe_dispatch_result_t *result, epmoe_stream_t stream);
+
+typedef struct epmoe_combine_args_t {
+    size_t struct_size;
+    const void *shared;   /* [T,d] f32 or NULL: added after the ranks' rows */
+    const void *residual; /* [T,d] of dtype or NULL: added last */
+    void *y;              /* out [T,d] of dtype; may alias residual */
+} epmoe_combine_args_t;
+#define EPMOE_COMBINE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_combine_args_t)
+
+/* Brings the partial rows of the last dispatch home: y[t,:] = round(sum over ranks ascending of their row for t
+ * + shared + residual), fp32. Collective; pairs with exactly one dispatch (BAD_STATE otherwise).
+ * Partial rows travel as epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
+EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
+EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
+
+/* ------------------------------------------------------------------------------------------------- layer config */
+
+/* Shape and rules of one MoE block. num_experts 0 describes a dense MLP: only the shared expert is there, and the
+ * router fields are ignored. */
+typedef struct epmoe_layer_config_t {
+    size_t struct_size;
+    int32_t hidden;       /* d */
+    int32_t intermediate; /* f of the routed experts */
+    int32_t num_experts;  /* E */
+    int32_t top_k;        /* k */
+    /* router, as in epmoe_topk_args_t */
+    epmoe_scoring_t scoring;
+    int32_t renormalize;
+    float routed_scale; /* 0 = 1 */
+    int32_t n_group;
+    int32_t topk_group;
+    epmoe_group_score_t group_score;
+    int32_t router_has_bias;    /* fp32 bias added to the logits */
+    int32_t has_selection_bias; /* fp32 bias of the choice */
+    int32_t weight_on_input;    /* 1: the router weight multiplies the expert's input */
+    /* experts */
+    epmoe_activation_t activation;
+    float alpha;
+    float limit;
+    int32_t expert_has_bias;
+    /* shared expert: added unscaled, or times sigmoid(x . shared_gate) */
+    int32_t shared_intermediate; /* 0 = none */
+    int32_t shared_gated;
+    /* how it runs */
+    epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
+    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format */
+    int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
+    int64_t capacity;             /* see epmoe_ep_config_t */
+} epmoe_layer_config_t;
+#define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
+
+/* Shapes of public models; dtype and max_tokens are left 0. INVALID_ARGUMENT names the known ones. */
+EPMOE_API epmoe_status_t epmoe_preset_config(const char *name, epmoe_layer_config_t *config);
+/* The i-th preset's name, NULL past the last. */
+EPMOE_API const char *epmoe_preset_name(int32_t i);
+
+/* --------------------------------------------------------------------------------------------------- checkpoint */
+
+typedef struct epmoe_checkpoint epmoe_checkpoint_t;
+
+typedef struct epmoe_checkpoint_info_t {
+    size_t struct_size;
+    char family[32]; /* config.json's model_type */
+    int32_t num_layers;
+    int32_t hidden;
+    int32_t num_experts; /* of the MoE layers */
+    int32_t num_shards;
+    int64_t total_bytes; /* of tensor data */
+} epmoe_checkpoint_info_t;
+#define EPMOE_CHECKPOINT_INFO_INIT EPMOE_STRUCT_INIT(epmoe_checkpoint_info_t)
+
+/* Opens a folder with config.json and model.safetensors, or shards with model.safetensors.index.json. Headers, shapes,
+ * offsets, names and sizes of everything are validated here, before any compute; data is mapped when it is used.
+ * Errors: IO (missing or unreadable file), FORMAT (naming file and tensor), NOT_SUPPORTED (unknown family: the message
+ * says what was found and which table takes a new row; a weight format that this version cannot run). */
+EPMOE_API epmoe_status_t epmoe_checkpoint_open(const char *dir, epmoe_checkpoint_t **checkpoint);
+EPMOE_API void epmoe_checkpoint_close(epmoe_checkpoint_t *checkpoint); /* NULL is legal */
+EPMOE_API epmoe_status_t epmoe_checkpoint_get_info(const epmoe_checkpoint_t *checkpoint, epmoe_checkpoint_info_t *info);
+/* The config of the MoE block (or dense MLP) of layer `layer`, read from its tensors and config.json.
+ * INVALID_ARGUMENT for a layer that the checkpoint does not have. */
+EPMOE_API epmoe_status_t epmoe_checkpoint_layer_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                                       epmoe_layer_config_t *config);
+
+/* -------------------------------------------------------------------------------------------------------- layer */
+
+typedef struct epmoe_layer epmoe_layer_t;
+
+/* Makes a layer on a communicator (NULL = one rank of its own). Collective; allocates everything forward needs.
+ * Configs must agree on all ranks but for max_tokens and capacity. `comm` must outlive the layer. The backend is the
+ * communicator's. On failure *layer is NULL on every rank, and every rank gets an error. */
+EPMOE_API epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm_t *comm,
+                                            epmoe_layer_t **layer);
+EPMOE_API void epmoe_layer_destroy(epmoe_layer_t *layer); /* local; NULL is legal */
+
+/* What a layer takes on one rank, before anything is made. */
+typedef struct epmoe_layer_memory_t {
+    size_t struct_size;
+    int32_t first_expert;
+    int32_t local_experts;
+    int64_t weight_bytes;
+    int64_t workspace_bytes;
+    int64_t comm_bytes;
+} epmoe_layer_memory_t;
+#define EPMOE_LAYER_MEMORY_INIT EPMOE_STRUCT_INIT(epmoe_layer_memory_t)
+/* Assumes that every rank has the same max_tokens. weight_format NONE counts that of dtype. Local. */
+EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
+                                            epmoe_layer_memory_t *memory);
+
+/* This rank's weights. Experts are the local ones only (epmoe_expert_range): leading dimension local_experts. */
+typedef struct epmoe_layer_weights_t {
+    size_t struct_size;
+    epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16 */
+    const void *router;            /* [E,d] */
+    const float *router_bias;      /* [E], with router_has_bias */
+    const float *selection_bias;   /* [E], with has_selection_bias */
+    epmoe_layout_t layout;         /* of gate_up, its bias and shared_gate_up */
+    epmoe_weight_t gate_up;        /* [El,2f,d] */
+    epmoe_weight_t down;           /* [El,d,f] */
+    const float *gate_up_bias;     /* [El,2f], with expert_has_bias */
+    const float *down_bias;        /* [El,d], with expert_has_bias */
+    epmoe_weight_t shared_gate_up; /* [2fs,d], with shared_intermediate */
+    epmoe_weight_t shared_down;    /* [d,fs] */
+    const void *shared_gate;       /* [d], with shared_gated */
+} epmoe_layer_weights_t;
+#define EPMOE_LAYER_WEIGHTS_INIT EPMOE_STRUCT_INIT(epmoe_layer_weights_t)
+
+/* Copies the weights into the layer's own layout (the caller may free his), or with layout PACKED borrows gate_up,
+ * down, shared_gate_up and shared_down until destroy. Local, not collective. May be called again to replace them. */
+EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
+/* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
+ * count and of the backend. Local. */
+EPMOE_API epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t seed);
+
+typedef struct epmoe_load_options_t {
+    size_t struct_size;
+    /* Called after every expert with bytes done and to do; a non-zero return cancels (BAD_STATE). May be NULL. */
+    int32_t (*progress)(void *ctx, int64_t done_bytes, int64_t total_bytes);
+    void *progress_ctx;
+} epmoe_load_options_t;
+#define EPMOE_LOAD_OPTIONS_INIT EPMOE_STRUCT_INIT(epmoe_load_options_t)
+/* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
+ * read. options NULL = none. Collective: all ranks succeed or all fail. MISMATCH when the layer's config is not the
+ * checkpoint's. After a failure the layer has no weights. */
+EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
+                                                     int32_t layer_index, const epmoe_load_options_t *options);
+
+typedef enum epmoe_stage_t {
+    EPMOE_STAGE_ROUTER = 0,
+    EPMOE_STAGE_ALIGN = 1,
+    EPMOE_STAGE_DISPATCH = 2,
+    EPMOE_STAGE_GEMM1 = 3,
+    EPMOE_STAGE_ACT = 4, /* 0 where it is fused into GEMM 1 */
+    EPMOE_STAGE_GEMM2 = 5,
+    EPMOE_STAGE_COMBINE = 6, /* weighted sum, way home, residual */
+    EPMOE_STAGE_SHARED = 7,
+    EPMOE_STAGE_COUNT = 8
+} epmoe_stage_t;
+EPMOE_API const char *epmoe_stage_string(epmoe_stage_t stage);
+
+typedef struct epmoe_forward_args_t {
+    size_t struct_size;
+    int32_t num_tokens; /* T <= max_tokens; ranks may differ */
+    int32_t reserved;
+    const void *x;                 /* [T,d] of dtype */
+    void *y;                       /* out [T,d] of dtype; may alias x or residual */
+    const void *residual;          /* [T,d] of dtype or NULL: added to y before rounding */
+    const int32_t *num_tokens_dev; /* optional: the actual T, at most num_tokens (host memory on the CPU) */
+    const float *logits;           /* optional [T,E] f32: replaces the router's logits after they were computed */
+    float *logits_out;             /* optional [T,E] f32: the router's own logits */
+    int32_t *ids_out;              /* optional [T,k] */
+    float *weights_out;            /* optional [T,k] */
+    double *stage_us;              /* optional host [EPMOE_STAGE_COUNT]: time of each stage; CPU backend only */
+} epmoe_forward_args_t;
+#define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
+
+/* One pass: logits = x router^T (fp32, never rounded) -> top-k -> dispatch -> experts -> combine + shared expert +
+ * residual. Collective over the communicator's ranks.
+ * CPU backend: the work is done, and peers have been waited for (at most timeout_s), when it returns.
+ * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable. Outputs are written
+ * only on success. BAD_STATE before weights were set. */
+EPMOE_API epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args,
+                                                  epmoe_stream_t stream);
+/* The same with x, y and T alone. */
+EPMOE_API epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x, void *y, int32_t num_tokens,
+                                             epmoe_stream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* EPMOE_EPMOE_H */

@@ -1,0 +1,36 @@
+/* Grouped GEMM by row index with the MoE epilogues; the maths stand at epmoe_grouped_gemm_args_t.
+ *
+ * Contract of every kernel:
+ *   order       the sum over K is fp32; its order is the kernel's own, the same on every run, and with batch_invariant
+ *               the same whatever the other rows are
+ *   edges       any N, K >= 1 on the CPU (multiples of 8 on CUDA); an expert without rows is not read
+ *   alignment   CPU: element; CUDA: 16 bytes
+ *   aliasing    none
+ *   padding     row_index >= num_slots is skipped; rows of y that no row index names are untouched
+ *   NaN         flows through; it never spreads to another row
+ */
+#ifndef EPMOEI_GROUPED_GEMM_H
+#define EPMOEI_GROUPED_GEMM_H
+
+#include "kernels/kernel_table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Checks and normalises: after it every default of `out` is filled in. */
+epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out);
+
+/* The least work: each active expert's weights once, each row once. */
+epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows);
+
+epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+int64_t epmoei_grouped_gemm_workspace_ref(const epmoe_grouped_gemm_args_t *args);
+epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,95 @@
+#include "kernels/kernel_table.h"
+
+#include "kernels/align.h"
+#include "kernels/grouped_gemm.h"
+#include "kernels/permute.h"
+#include "kernels/silu_and_mul.h"
+#include "kernels/sum.h"
+#include "kernels/topk.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static epmoei_kernel_table_t cpu_table;
+static epmoei_cpu_tier_t cpu_tier;
+static char bad_arch[64];
+
+static epmoei_cpu_tier_t best_cpu_tier(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return EPMOEI_CPU_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return EPMOEI_CPU_AVX2;
+#endif
+    return EPMOEI_CPU_GENERIC;
+}
+
+static void init_tables(void)
+{
+    const char *arch = getenv("EPMOE_ARCH");
+    if (arch && *arch && strcmp(arch, "ref") && strcmp(arch, "cpu") && strcmp(arch, "sm80") && strcmp(arch, "sm90"))
+        strncpy(bad_arch, arch, sizeof bad_arch - 1);
+    cpu_tier = arch && !strcmp(arch, "ref") ? EPMOEI_CPU_REF : best_cpu_tier();
+
+    cpu_table = (epmoei_kernel_table_t){
+        .topk = epmoei_topk_ref,
+        .align = epmoei_align_ref,
+        .align_workspace = epmoei_align_workspace_ref,
+        .permute = epmoei_permute_ref,
+        .unpermute = epmoei_unpermute_ref,
+        .grouped_gemm = epmoei_grouped_gemm_ref,
+        .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_ref,
+        .silu_and_mul = epmoei_silu_and_mul_ref,
+        .sum = epmoei_sum_ref,
+    };
+    if (cpu_tier == EPMOEI_CPU_REF) return;
+    cpu_table.topk = epmoei_topk_cpu;
+    cpu_table.permute = epmoei_permute_cpu;
+    cpu_table.unpermute = epmoei_unpermute_cpu;
+    cpu_table.grouped_gemm = epmoei_grouped_gemm_cpu;
+    cpu_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_cpu;
+    cpu_table.silu_and_mul = epmoei_silu_and_mul_cpu;
+    cpu_table.sum = epmoei_sum_cpu;
+}
+
+epmoei_cpu_tier_t epmoei_cpu_tier(void)
+{
+    pthread_once(&once, init_tables);
+    return cpu_tier;
+}
+
+epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *resolved)
+{
+    if (!resolved) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "resolved is NULL");
+    pthread_once(&once, init_tables);
+    if (bad_arch[0])
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "EPMOE_ARCH is '%s': expected ref, cpu, sm80 or sm90",
+                           bad_arch);
+    switch (backend) {
+    case EPMOE_BACKEND_AUTO:
+    case EPMOE_BACKEND_CPU: *resolved = EPMOE_BACKEND_CPU; return EPMOE_OK;
+    case EPMOE_BACKEND_CUDA:
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: this version has no CUDA kernels yet");
+    }
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "backend is %d: expected AUTO, CPU or CUDA", (int)backend);
+}
+
+epmoe_status_t epmoei_kernels(epmoe_backend_t backend, const epmoei_kernel_table_t **table)
+{
+    epmoe_backend_t resolved;
+    EPMOEI_CHECK(epmoe_backend_resolve(backend, &resolved));
+    *table = &cpu_table;
+    return EPMOE_OK;
+}
+
+const char *epmoe_backend_arch(epmoe_backend_t backend)
+{
+    static const char *const names[] = {"ref", "cpu-generic", "cpu-avx2", "cpu-avx512"};
+    epmoe_backend_t resolved;
+    if (epmoe_backend_resolve(backend, &resolved) != EPMOE_OK) return "none";
+    return names[cpu_tier];
+}

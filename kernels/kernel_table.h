@@ -1,0 +1,49 @@
+/* Which kernel runs an op on a backend: the reference first, then each tier that this machine has overwrites the
+ * entries it implements. EPMOE_ARCH=ref|cpu|sm80|sm90 masks the tiers above it (on the CPU backend sm80 and sm90 mean
+ * cpu), so that every tier can be tested on a better machine. */
+#ifndef EPMOEI_KERNEL_TABLE_H
+#define EPMOEI_KERNEL_TABLE_H
+
+#include "base/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0, and
+ * every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
+typedef struct epmoei_kernel_table_t {
+    epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*permute)(const epmoe_permute_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*unpermute)(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*grouped_gemm)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    int64_t (*grouped_gemm_workspace)(const epmoe_grouped_gemm_args_t *args);
+    int64_t (*align_workspace)(const epmoe_align_args_t *args);
+    epmoe_status_t (*silu_and_mul)(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*sum)(const epmoe_sum_args_t *args, epmoe_stream_t stream);
+} epmoei_kernel_table_t;
+
+/* `backend` as the caller gave it; NOT_SUPPORTED (with the reason) when it cannot run here. */
+epmoe_status_t epmoei_kernels(epmoe_backend_t backend, const epmoei_kernel_table_t **table);
+
+/* What EPMOE_ARCH and the machine allow on the CPU backend, best last. */
+typedef enum epmoei_cpu_tier_t {
+    EPMOEI_CPU_REF = 0,
+    EPMOEI_CPU_GENERIC = 1,
+    EPMOEI_CPU_AVX2 = 2,
+    EPMOEI_CPU_AVX512 = 3,
+} epmoei_cpu_tier_t;
+epmoei_cpu_tier_t epmoei_cpu_tier(void);
+
+/* A byte and flop count of one call; time >= max(bytes / bandwidth, flops / peak). */
+typedef struct epmoei_floor_t {
+    double bytes;
+    double flops;
+} epmoei_floor_t;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,45 @@
+/* What the layer asks of a checkpoint: views of one layer's tensors, in place in the mapped files. */
+#ifndef EPMOEI_CHECKPOINT_H
+#define EPMOEI_CHECKPOINT_H
+
+#include "base/base.h"
+#include "moe/safetensors.h"
+
+/* A matrix [rows, cols] somewhere in memory: element (r,c) is data[r*row_stride + c*col_stride], strides in elements.
+ * Transposed and interleaved storage is only a matter of strides. data may be unaligned. data NULL = absent. */
+typedef struct epmoei_view_t {
+    const void *data;
+    epmoe_dtype_t dtype; /* F32, BF16, F16 */
+    int64_t rows;
+    int64_t cols;
+    int64_t row_stride;
+    int64_t col_stride;
+} epmoei_view_t;
+
+/* One expert's (or the shared expert's) three projections as nn.Linear sees them: gate, up [f,d]; down [d,f].
+ * Biases are views of one row: [1,f], [1,f], [1,d]; absent when the family has none. */
+typedef struct epmoei_expert_source_t {
+    epmoei_view_t gate;
+    epmoei_view_t up;
+    epmoei_view_t down;
+    epmoei_view_t gate_bias;
+    epmoei_view_t up_bias;
+    epmoei_view_t down_bias;
+} epmoei_expert_source_t;
+
+typedef struct epmoei_layer_source_t {
+    epmoei_view_t router;          /* [E,d] */
+    epmoei_view_t router_bias;     /* [1,E] or absent */
+    epmoei_view_t selection_bias;  /* [1,E] or absent */
+    epmoei_expert_source_t shared; /* gate.data NULL = none; of a dense layer: its MLP */
+    epmoei_view_t shared_gate;     /* [1,d] or absent */
+} epmoei_layer_source_t;
+
+epmoe_status_t epmoei_checkpoint_layer_source(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                              epmoei_layer_source_t *source);
+epmoe_status_t epmoei_checkpoint_expert_source(const epmoe_checkpoint_t *checkpoint, int32_t layer, int32_t expert,
+                                               epmoei_expert_source_t *source);
+/* For tools: any tensor by its full name, whichever shard holds it; NULL when there is none. */
+const epmoei_tensor_t *epmoei_checkpoint_find(const epmoe_checkpoint_t *checkpoint, const char *name);
+
+#endif
