@@ -1,7 +1,7 @@
 /* The gated activations on two fp32 numbers; the definitions stand at epmoe_activation_t.
  *
- * Everything but exact GELU is free of branches and library calls, so that a loop over it vectorises; scalar and
- * vector code of one translation unit give the same bits. A NaN operand gives a NaN (up with a gate of -inf too). */
+ * Everything but exact GELU is free of branches and library calls, so that a loop over it vectorises; where the
+ * compiler forms no FMAs, scalar and vector code give the same bits. A NaN operand gives a NaN. */
 #ifndef EPMOEI_ACTIVATION_H
 #define EPMOEI_ACTIVATION_H
 
