@@ -39,9 +39,11 @@
 /* A struct with its struct_size set and every other field zero. */
 #ifdef __cplusplus
 #define EPMOE_STRUCT_INIT(type)                                                                                        \
-    {                                                                                                                  \
-        sizeof(type)                                                                                                   \
-    }
+    [] {                                                                                                               \
+        type epmoe_init_ = type();                                                                                     \
+        epmoe_init_.struct_size = sizeof(type);                                                                        \
+        return epmoe_init_;                                                                                            \
+    }()
 extern "C" {
 #else
 #define EPMOE_STRUCT_INIT(type)                                                                                        \
