@@ -57,6 +57,9 @@ void *epmoei_calloc(int64_t bytes);
 void epmoei_alloc_fail_at(int64_t n);
 /* Allocations that have not been freed. */
 int64_t epmoei_alloc_live(void);
+/* For allocators of other kinds of memory, which count along: whether this one must fail, and +1 or -1. */
+bool epmoei_alloc_should_fail(void);
+void epmoei_alloc_count(int32_t change);
 /* As epmoei_alloc, with the failure as a status that names what it was for. */
 epmoe_status_t epmoei_alloc_for(void **pointer, int64_t bytes, const char *what);
 

@@ -11,14 +11,20 @@ void epmoei_alloc_fail_at(int64_t n) { __atomic_store_n(&fail_at, n, __ATOMIC_SE
 
 int64_t epmoei_alloc_live(void) { return __atomic_load_n(&live, __ATOMIC_SEQ_CST); }
 
+bool epmoei_alloc_should_fail(void)
+{
+    return __atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) > 0 && __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST) == 0;
+}
+
+void epmoei_alloc_count(int32_t change) { __atomic_add_fetch(&live, change, __ATOMIC_SEQ_CST); }
+
 void *epmoei_alloc(int64_t bytes)
 {
     if (bytes < 0 || bytes > INT64_MAX - EPMOEI_ALIGNMENT) return NULL;
-    if (__atomic_load_n(&fail_at, __ATOMIC_SEQ_CST) > 0 && __atomic_sub_fetch(&fail_at, 1, __ATOMIC_SEQ_CST) == 0)
-        return NULL;
+    if (epmoei_alloc_should_fail()) return NULL;
     size_t size = (size_t)epmoei_round_up(epmoei_max64(bytes, 1), EPMOEI_ALIGNMENT);
     void *pointer = aligned_alloc(EPMOEI_ALIGNMENT, size);
-    if (pointer) __atomic_add_fetch(&live, 1, __ATOMIC_SEQ_CST);
+    if (pointer) epmoei_alloc_count(1);
     return pointer;
 }
 
@@ -32,7 +38,7 @@ void *epmoei_calloc(int64_t bytes)
 void epmoei_free(void *pointer)
 {
     if (!pointer) return;
-    __atomic_sub_fetch(&live, 1, __ATOMIC_SEQ_CST);
+    epmoei_alloc_count(-1);
     free(pointer);
 }
 

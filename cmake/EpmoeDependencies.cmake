@@ -1,5 +1,4 @@
-# Finds what the build needs, and says what it took. MPI is optional. This version has neither CUDA kernels nor an NCCL
-# transport: their AUTO means OFF, and ON is refused.
+# Finds what the build needs, and says what it took. CUDA, NCCL and MPI are optional: AUTO takes what is there.
 find_package(OpenMP REQUIRED COMPONENTS C)
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
@@ -23,12 +22,33 @@ foreach(feature CUDA NCCL MPI)
   set(EPMOE_HAVE_${feature} OFF)
 endforeach()
 
-foreach(feature CUDA NCCL)
-  if(EPMOE_${feature} STREQUAL "ON")
-    message(FATAL_ERROR "EPMOE_${feature} is ON: this version has no CUDA kernels and no NCCL transport yet; "
-                        "leave it AUTO or OFF for the CPU backend")
+if(NOT EPMOE_CUDA STREQUAL "OFF")
+  find_package(CUDAToolkit 12.0)
+  include(CheckLanguage)
+  if(CUDAToolkit_FOUND)
+    if(NOT CMAKE_CUDA_COMPILER AND CUDAToolkit_NVCC_EXECUTABLE)
+      set(CMAKE_CUDA_COMPILER ${CUDAToolkit_NVCC_EXECUTABLE})
+    endif()
+    check_language(CUDA)
   endif()
-endforeach()
+  if(CUDAToolkit_FOUND AND CMAKE_CUDA_COMPILER)
+    set(CMAKE_CUDA_ARCHITECTURES OFF) # each source names its own, see epmoe_cuda_archs
+    enable_language(CUDA)
+    set(EPMOE_HAVE_CUDA ON)
+  elseif(EPMOE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "EPMOE_CUDA is ON and no CUDA toolkit 12.0 or newer with nvcc was found")
+  endif()
+endif()
+
+if(NOT EPMOE_NCCL STREQUAL "OFF")
+  find_path(EPMOE_NCCL_INCLUDE nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
+  find_library(EPMOE_NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR})
+  if(EPMOE_HAVE_CUDA AND EPMOE_NCCL_INCLUDE AND EPMOE_NCCL_LIBRARY)
+    set(EPMOE_HAVE_NCCL ON)
+  elseif(EPMOE_NCCL STREQUAL "ON")
+    message(FATAL_ERROR "EPMOE_NCCL is ON and no NCCL was found (it also needs EPMOE_CUDA)")
+  endif()
+endif()
 
 if(NOT EPMOE_MPI STREQUAL "OFF")
   find_package(MPI COMPONENTS C)

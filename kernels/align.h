@@ -26,7 +26,9 @@ epmoe_status_t epmoei_align_check(const epmoe_align_args_t *args, epmoe_align_ar
 epmoei_floor_t epmoei_align_floor(const epmoe_align_args_t *args);
 
 epmoe_status_t epmoei_align_ref(const epmoe_align_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_align_sm80(const epmoe_align_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_align_workspace_ref(const epmoe_align_args_t *args);
+int64_t epmoei_align_workspace_sm80(const epmoe_align_args_t *args);
 
 #ifdef __cplusplus
 }

@@ -27,7 +27,9 @@ epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, 
 epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_ref(const epmoe_grouped_gemm_args_t *args);
 epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_grouped_gemm_sm80(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args);
+int64_t epmoei_grouped_gemm_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,6 @@
 #include "kernels/kernel_table.h"
 
+#include "base/device.h"
 #include "kernels/align.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
@@ -15,6 +16,10 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static epmoei_kernel_table_t cpu_table;
 static epmoei_cpu_tier_t cpu_tier;
 static char bad_arch[64];
+#if EPMOE_HAVE_CUDA
+static epmoei_kernel_table_t cuda_table;
+#endif
+static int32_t cuda_tier; /* 0 = masked, 80 or 90: the highest that EPMOE_ARCH lets through */
 
 static epmoei_cpu_tier_t best_cpu_tier(void)
 {
@@ -35,6 +40,23 @@ static void init_tables(void)
         strncpy(bad_arch, arch, sizeof bad_arch - 1);
     cpu_tier = arch && !strcmp(arch, "ref") ? EPMOEI_CPU_REF : best_cpu_tier();
 
+    cuda_tier = 90;
+    if (arch && (!strcmp(arch, "ref") || !strcmp(arch, "cpu"))) cuda_tier = 0;
+    if (arch && !strcmp(arch, "sm80")) cuda_tier = 80;
+
+#if EPMOE_HAVE_CUDA
+    cuda_table = (epmoei_kernel_table_t){
+        .topk = epmoei_topk_sm80,
+        .align = epmoei_align_sm80,
+        .align_workspace = epmoei_align_workspace_sm80,
+        .permute = epmoei_permute_sm80,
+        .unpermute = epmoei_unpermute_sm80,
+        .grouped_gemm = epmoei_grouped_gemm_sm80,
+        .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm80,
+        .silu_and_mul = epmoei_silu_and_mul_sm80,
+        .sum = epmoei_sum_sm80,
+    };
+#endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,
         .align = epmoei_align_ref,
@@ -70,12 +92,28 @@ epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *r
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "EPMOE_ARCH is '%s': expected ref, cpu, sm80 or sm90",
                            bad_arch);
     switch (backend) {
-    case EPMOE_BACKEND_AUTO:
     case EPMOE_BACKEND_CPU: *resolved = EPMOE_BACKEND_CPU; return EPMOE_OK;
+    case EPMOE_BACKEND_AUTO:
+        *resolved = cuda_tier && epmoei_device_count() > 0 ? EPMOE_BACKEND_CUDA : EPMOE_BACKEND_CPU;
+        return EPMOE_OK;
     case EPMOE_BACKEND_CUDA:
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: this version has no CUDA kernels yet");
+        if (!cuda_tier)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: EPMOE_ARCH=%s masks it",
+                               getenv("EPMOE_ARCH"));
+        if (epmoei_device_count() == 0)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: %s", epmoei_device_absence());
+        *resolved = EPMOE_BACKEND_CUDA;
+        return EPMOE_OK;
     }
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "backend is %d: expected AUTO, CPU or CUDA", (int)backend);
+}
+
+int32_t epmoei_cuda_tier(void)
+{
+    pthread_once(&once, init_tables);
+    const epmoei_device_info_t *device = epmoei_device_current();
+    /* wgmma and TMA as compiled for sm_90a exist on 9.0 alone. */
+    return device && device->arch == 90 && cuda_tier == 90 ? 90 : 80;
 }
 
 epmoe_status_t epmoei_kernels(epmoe_backend_t backend, const epmoei_kernel_table_t **table)
@@ -83,6 +121,12 @@ epmoe_status_t epmoei_kernels(epmoe_backend_t backend, const epmoei_kernel_table
     epmoe_backend_t resolved;
     EPMOEI_CHECK(epmoe_backend_resolve(backend, &resolved));
     *table = &cpu_table;
+#if EPMOE_HAVE_CUDA
+    if (resolved == EPMOE_BACKEND_CUDA) {
+        EPMOEI_CHECK(epmoei_error_word_check());
+        *table = &cuda_table;
+    }
+#endif
     return EPMOE_OK;
 }
 
@@ -91,5 +135,6 @@ const char *epmoe_backend_arch(epmoe_backend_t backend)
     static const char *const names[] = {"ref", "cpu-generic", "cpu-avx2", "cpu-avx512"};
     epmoe_backend_t resolved;
     if (epmoe_backend_resolve(backend, &resolved) != EPMOE_OK) return "none";
+    if (resolved == EPMOE_BACKEND_CUDA) return epmoei_cuda_tier() == 90 ? "sm90" : "sm80";
     return names[cpu_tier];
 }

@@ -35,6 +35,9 @@ typedef enum epmoei_cpu_tier_t {
     EPMOEI_CPU_AVX512 = 3,
 } epmoei_cpu_tier_t;
 epmoei_cpu_tier_t epmoei_cpu_tier(void);
+/* 80 or 90: the tier whose kernels run on the current device. A launcher of the sm80 tier asks it whether an sm90
+ * kernel takes over. */
+int32_t epmoei_cuda_tier(void);
 
 /* A byte and flop count of one call; time >= max(bytes / bandwidth, flops / peak). */
 typedef struct epmoei_floor_t {

@@ -35,8 +35,10 @@ epmoei_floor_t epmoei_unpermute_floor(const epmoe_unpermute_args_t *args);
 
 epmoe_status_t epmoei_permute_ref(const epmoe_permute_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_permute_cpu(const epmoe_permute_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_permute_sm80(const epmoe_permute_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_unpermute_ref(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_unpermute_cpu(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_unpermute_sm80(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
 
 /* Host memory only: checks what the indices hold. */
 epmoe_status_t epmoei_permute_check_indices(const epmoe_permute_args_t *args);

@@ -25,6 +25,7 @@ epmoei_floor_t epmoei_silu_and_mul_floor(const epmoe_silu_and_mul_args_t *args);
 
 epmoe_status_t epmoei_silu_and_mul_ref(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_silu_and_mul_cpu(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_silu_and_mul_sm80(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

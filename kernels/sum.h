@@ -25,6 +25,7 @@ epmoei_floor_t epmoei_sum_floor(const epmoe_sum_args_t *args);
 
 epmoe_status_t epmoei_sum_ref(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_sum_cpu(const epmoe_sum_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 
 /* Host memory only: checks what the first rows of ids hold. */
 epmoe_status_t epmoei_sum_check_ids(const epmoe_sum_args_t *args, int32_t num_tokens);

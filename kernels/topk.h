@@ -34,6 +34,7 @@ epmoei_floor_t epmoei_topk_floor(const epmoe_topk_args_t *args);
 
 epmoe_status_t epmoei_topk_ref(const epmoe_topk_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_topk_cpu(const epmoe_topk_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_stream_t stream);
 
 /* One row of the reference in its three steps; the CPU kernel differs only in how it picks the ids between the second
  * and the third. */

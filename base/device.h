@@ -1,0 +1,62 @@
+/* CUDA devices and memory for host code, also in a build without CUDA, where there is no device. The only file of base/
+ * that knows the CUDA runtime. */
+#ifndef EPMOEI_DEVICE_H
+#define EPMOEI_DEVICE_H
+
+#include "base/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct epmoei_device_info_t {
+    int32_t arch; /* major*10 + minor */
+    int32_t num_sms;
+    int32_t shared_bytes_per_block; /* with opt-in */
+    int64_t l2_bytes;
+    int64_t memory_bytes;
+    char name[128];
+    unsigned char uuid[16]; /* the physical device, whatever ordinal a process sees it under */
+} epmoei_device_info_t;
+
+/* 0 when there is no device, no driver, or no CUDA in this build. Cached. */
+int32_t epmoei_device_count(void);
+/* Why epmoei_device_count is 0, in words. */
+const char *epmoei_device_absence(void);
+/* Cached; NULL for an ordinal that does not exist. */
+const epmoei_device_info_t *epmoei_device_info(int32_t device);
+/* The calling thread's current device; NULL when there is none. */
+const epmoei_device_info_t *epmoei_device_current(void);
+epmoe_status_t epmoei_device_set(int32_t device);
+
+/* Memory that `backend`'s kernels work on, not cleared; the CPU's is epmoei_alloc. Freeing device memory waits for the
+ * device. */
+epmoe_status_t epmoei_memory_alloc(epmoe_backend_t backend, void **pointer, int64_t bytes, const char *what);
+void epmoei_memory_free(epmoe_backend_t backend, void *pointer);
+/* Page-locked host memory that the device can also address. */
+epmoe_status_t epmoei_pinned_alloc(void **pointer, int64_t bytes, const char *what);
+void epmoei_pinned_free(void *pointer);
+/* Between any two kinds of memory; only enqueued when `backend` is CUDA. */
+epmoe_status_t epmoei_memory_copy(epmoe_backend_t backend, void *dst, const void *src, int64_t bytes,
+                                  epmoe_stream_t stream);
+epmoe_status_t epmoei_memory_set(epmoe_backend_t backend, void *dst, int32_t byte, int64_t bytes,
+                                 epmoe_stream_t stream);
+/* Waits; a no-op on the CPU. */
+epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream);
+
+/* A cudaError_t as a status; clears the runtime's non-sticky error. `what` is for the message. */
+epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what);
+
+/* Kernels count ids outside [-1,E) here: a word of mapped host memory per device, so that the host can look without
+ * waiting. Device address; NULL when it could not be made. */
+int32_t *epmoei_error_word(void);
+/* Reports and clears what the current device's kernels have counted so far: INVALID_ARGUMENT when it is not 0. */
+epmoe_status_t epmoei_error_word_check(void);
+
+#define EPMOEI_CUDA(expr) EPMOEI_CHECK(epmoei_cuda_status((int32_t)(expr), #expr))
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
