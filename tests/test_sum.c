@@ -204,6 +204,53 @@ Test(sum, random_shapes_against_double)
     }
 }
 
+Test(sum, addend_comes_before_the_residual)
+{
+    const float y[] = {1, 2, 4, 8}, addend[] = {1e8f, 0.25f}, residual[] = {-1e8f, 0.5f};
+    float out[2];
+    epmoe_sum_args_t args = make(2, 2, 1, EPMOE_F32, y, out);
+    args.addend = addend;
+    run(&args);
+    cr_assert(out[0] == 1e8f && out[1] == 12.25f, "1e8 + 3 is 1e8 in fp32");
+    args.residual = residual;
+    run(&args);
+    cr_assert(out[0] == 0 && out[1] == 12.75f);
+    const int32_t ids[] = {-1, -1, -1, 0};
+    args.ids = ids;
+    args.residual = NULL;
+    run(&args);
+    cr_assert(out[0] == 1e8f && out[1] == 8.25f, "a token without a slot gets the addend");
+
+    /* The addend is fp32 whatever the rows are: 1 + 2^-8 would be lost in bf16 on its own. */
+    char rows[4], rounded[4];
+    const float fine[] = {0x1p-8f + 0x1p-9f};
+    epmoei_store(rows, EPMOE_BF16, 0, 1);
+    epmoe_sum_args_t half = make(1, 1, 1, EPMOE_BF16, rows, rounded);
+    half.addend = fine;
+    run(&half);
+    cr_assert_eq(epmoei_load(rounded, EPMOE_BF16, 0), 1 + 0x1p-7f);
+}
+
+Test(sum, device_count_limits_the_rows)
+{
+    enum { T = 3, D = 2 };
+    const float y[T * D] = {1, 2, 3, 4, 5, 6};
+    int32_t ids[T] = {0, 0, 0};
+    for (int32_t actual = 0; actual <= T; actual++) {
+        float *out = testing_buffer(4 * T * D, 4);
+        epmoe_sum_args_t args = make(T, 1, D, EPMOE_F32, y, out);
+        args.num_tokens_dev = &actual;
+        args.ids = ids;
+        if (actual < T) ids[T - 1] = -9; /* past the count: never looked at */
+        run(&args);
+        cr_assert_eq(memcmp(out, y, 4 * D * (size_t)actual), 0);
+        cr_assert(testing_is_poison(out, 4 * D * actual, 4 * D * (T - actual)));
+        cr_assert(testing_guards_intact(out));
+        ids[T - 1] = 0;
+        testing_buffer_free(out);
+    }
+}
+
 Test(sum, no_tokens)
 {
     epmoe_sum_args_t args = make(0, 2, 8, EPMOE_BF16, NULL, NULL);
@@ -227,6 +274,10 @@ Test(sum, errors_name_the_argument_and_leave_the_output)
     REJECTS("out is NULL", bad.out = NULL);
     const int32_t ids[] = {0, 1, -1, -2};
     REJECTS("ids[1,1] is -2", bad.ids = ids);
+    int32_t count = 3;
+    REJECTS("num_tokens_dev", bad.num_tokens_dev = &count);
+    count = -1;
+    REJECTS("num_tokens_dev", bad.num_tokens_dev = &count);
     REJECTS("backend is 3", bad.backend = (epmoe_backend_t)3);
 #undef REJECTS
     testing_buffer_free(out);
@@ -237,8 +288,7 @@ Test(sum, struct_sizes)
     const float y[] = {1, 2};
     float *out = testing_buffer(4, 0);
     epmoe_sum_args_t base = make(1, 2, 1, EPMOE_F32, y, out);
-    /* out is the last field, so nothing shorter can be complete: the whole struct is the shortest. */
-    OP_STRUCT_SIZES(epmoe_sum, base, sizeof base, testing_is_poison(out, 0, 4), out[0] == 3);
+    OP_STRUCT_SIZES(epmoe_sum, base, offsetof(epmoe_sum_args_t, addend), testing_is_poison(out, 0, 4), out[0] == 3);
     base.struct_size = offsetof(epmoe_sum_args_t, out);
     cr_assert_eq(epmoe_sum(&base, NULL), EPMOE_ERROR_INVALID_ARGUMENT);
     cr_assert(strstr(epmoe_last_error(), "out is NULL"), "a field past struct_size was read");
@@ -252,4 +302,6 @@ Test(sum, floor_counts_each_byte_once)
         .num_tokens = 3, .top_k = 2, .hidden = 8, .y_dtype = EPMOE_F32, .out_dtype = EPMOE_BF16, .residual = &residual};
     cr_assert_eq(epmoei_sum_floor(&args).bytes, 3 * 2 * 8 * 4 + 2 * 3 * 8 * 2);
     cr_assert_eq(epmoei_sum_floor(&args).flops, 2 * 3 * 2 * 8);
+    args.addend = &residual;
+    cr_assert_eq(epmoei_sum_floor(&args).bytes, 3 * 2 * 8 * 4 + 2 * 3 * 8 * 2 + 3 * 8 * 4);
 }
