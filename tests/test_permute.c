@@ -19,7 +19,7 @@ static void run_permute(const epmoe_permute_args_t *args)
         checked.y = testing_buffer(y_bytes, 0);
         checked.inverse = args->inverse ? testing_buffer(inverse_bytes, 0) : NULL;
         cr_assert_eq(kernels[i](&checked, NULL), EPMOE_OK);
-        cr_assert_eq(memcmp(checked.y, args->y, (size_t)y_bytes), 0, "y of kernel %d differs", i);
+        cr_assert(y_bytes == 0 || !memcmp(checked.y, args->y, (size_t)y_bytes), "y of kernel %d differs", i);
         cr_assert(!args->inverse || !memcmp(checked.inverse, args->inverse, (size_t)inverse_bytes));
         cr_assert(testing_guards_intact(checked.y));
         cr_assert(!args->inverse || testing_guards_intact(checked.inverse));
