@@ -150,4 +150,66 @@ __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float
     return p.weight_on_input ? value : value * weight;
 }
 
+/* kCount outputs from `col` on, of one row, to y. */
+template <int kCount>
+__device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t element, const float (&value)[kCount])
+{
+    if (p.y_dtype == EPMOE_F32) {
+        float *y = (float *)p.y + element;
+        if constexpr (kCount % 4 == 0)
+#pragma unroll
+            for (int i = 0; i < kCount; i += 4)
+                *(float4 *)(y + i) = make_float4(value[i], value[i + 1], value[i + 2], value[i + 3]);
+        else
+            y[0] = value[0];
+        return;
+    }
+    uint16_t bits[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        bits[i] = p.y_dtype == EPMOE_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value[i]))
+                                          : __half_as_ushort(__float2half_rn(value[i]));
+    uint16_t *y = (uint16_t *)p.y + element;
+    if constexpr (kCount == 8)
+        *(uint4 *)y = make_uint4(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16,
+                                 bits[4] | (uint32_t)bits[5] << 16, bits[6] | (uint32_t)bits[7] << 16);
+    else
+        y[0] = bits[0];
+}
+
+/* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`
+ * names. Eight outputs a thread and step where rows of y allow 16-byte stores, one otherwise. */
+template <int kThreads>
+__device__ __forceinline__ void gemm_store_tile(const gemm_params_t &p, const gemm_tile_t &tile, const float *staging,
+                                                int32_t staging_row, int32_t block_n, const int32_t *slots)
+{
+    const bool gated = p.activation != EPMOE_ACTIVATION_NONE;
+    const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
+    const int32_t first = gated ? tile.col / 2 : tile.col;
+    const int32_t count = min(gated ? block_n / 2 : block_n, p.n_out - first);
+    const int32_t step = p.n_out % 8 == 0 ? 8 : 1;
+    const int32_t steps = count / step;
+    for (int32_t i = threadIdx.x; i < tile.rows * steps; i += kThreads) {
+        int32_t row = i / steps, at = i % steps * step;
+        int32_t slot = slots[row];
+        if (slot < 0) continue;
+        const float *from = staging + row * staging_row + (gated ? 2 * at : at);
+        float weight = p.row_weights ? p.row_weights[slot] : 1.0f;
+        int64_t element = (int64_t)slot * p.n_out + first + at;
+        auto output = [&](int32_t j) {
+            int32_t col = gated ? tile.col + 2 * (at + j) : tile.col + at + j;
+            return gemm_finish(p, bias, weight, col, from[gated ? 2 * j : j], gated ? from[2 * j + 1] : 0.0f);
+        };
+        if (step == 8) {
+            float value[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) value[j] = output(j);
+            gemm_store<8>(p, element, value);
+        } else {
+            float value[1] = {output(0)};
+            gemm_store<1>(p, element, value);
+        }
+    }
+}
+
 #endif
