@@ -156,6 +156,23 @@ Test(mpi_check, wrong_arguments)
     testing_process_free(&process);
 }
 
+Test(mpi_check, launcher_of_another_mpi)
+{
+    static const char *const variables[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"};
+    for (int i = 0; i < 3; i++) {
+        testing_process_t process = testing_run(60, "%s=4 " TOOL " check '" GOLDEN "mixtral'", variables[i]);
+        cr_assert_eq(process.exit_code, 2, "%s", process.errors);
+        cr_assert(strstr(process.errors, "4 but MPI's size is 1"), "%s", process.errors);
+        cr_assert(strstr(process.errors, variables[i]), "%s", process.errors);
+        cr_assert_str_empty(process.output);
+        testing_process_free(&process);
+    }
+    /* In an allocation, but not in a step, the number is the allocation's. */
+    testing_process_t process = testing_run(60, "SLURM_NTASKS=4 SLURM_JOB_ID=7 " TOOL " check '" GOLDEN "mixtral'");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    testing_process_free(&process);
+}
+
 Test(mpi_check, commands_of_one_process)
 {
     testing_process_t process =
