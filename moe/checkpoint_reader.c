@@ -107,16 +107,13 @@ epmoe_status_t epmoei_reader_projection(epmoei_reader_t *reader, const char *pat
                                         const epmoei_config_size_t *rows, const epmoei_config_size_t *cols,
                                         epmoei_view_t *view)
 {
-    const epmoei_tensor_t *tensor = epmoei_reader_find(reader, pattern, expert, ".weight"), *quantised;
-    const char *format = quantised_format(reader, pattern, expert, &quantised);
-    if (tensor && format)
-        return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s: the same weight is also stored as %s", tensor->path,
-                           tensor->name, quantised->name);
-    if (format) {
-        refuse(reader, quantised, format);
+    const epmoei_tensor_t *tensor = epmoei_reader_find(reader, pattern, expert, ".weight");
+    if (!tensor) {
+        const char *format = quantised_format(reader, pattern, expert, &tensor);
+        if (!format) return epmoei_reader_missing(reader, pattern, expert, ".weight");
+        refuse(reader, tensor, format);
         return EPMOE_OK;
     }
-    if (!tensor) return epmoei_reader_missing(reader, pattern, expert, ".weight");
     int64_t shape[2] = {rows->value, cols->value};
     char reason[280];
     snprintf(reason, sizeof reason, "%s%s%s", rows->text, rows->text[0] && cols->text[0] ? " and " : "", cols->text);
@@ -144,19 +141,16 @@ static epmoe_status_t find_stacked(epmoei_reader_t *reader, const char *pattern,
 {
     const epmoei_family_t *family = reader->checkpoint->config.family;
     const epmoei_config_size_t *experts = &reader->checkpoint->config.num_experts;
-    const epmoei_tensor_t *plain = epmoei_reader_find(reader, pattern, 0, ""),
-                          *blocks = epmoei_reader_find(reader, pattern, 0, "_blocks");
+    const epmoei_tensor_t *plain = epmoei_reader_find(reader, pattern, 0, "");
     *tensor = NULL;
-    if (plain && blocks)
-        return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s: the same weight is also stored as %s", plain->path,
-                           plain->name, blocks->name);
-    if (blocks) {
+    if (!plain) {
+        const epmoei_tensor_t *blocks = epmoei_reader_find(reader, pattern, 0, "_blocks");
+        if (!blocks) return epmoei_reader_missing(reader, pattern, 0, "");
         if (!epmoei_reader_find(reader, pattern, 0, "_scales"))
             return epmoei_reader_missing(reader, pattern, 0, "_scales");
         refuse(reader, blocks, epmoe_format_string(EPMOE_FORMAT_MXFP4));
         return EPMOE_OK;
     }
-    if (!plain) return epmoei_reader_missing(reader, pattern, 0, "");
     bool transposed = family->stacked_transposed;
     int64_t shape[3] = {experts->value, transposed ? cols : rows, transposed ? rows : cols};
     EPMOEI_CHECK(check_shape(plain, 3, shape, reason));

@@ -399,6 +399,26 @@ Test(checkpoint, surplus_tensors)
         save_model(&file);
         expect_fail(EPMOE_ERROR_FORMAT, bad[i], "model.safetensors", NULL);
     }
+    /* Experts below the other name that the family's block may have. */
+    build_file_t mixed = {0};
+    add_mixtral_layer(&mixed, 0);
+    build_weight(&mixed, F, D, "model.layers.0.mlp.experts.0.w1.weight");
+    save_model(&mixed);
+    save_config("mixtral", 1, MIXTRAL_CONFIG);
+    expect_fail(EPMOE_ERROR_FORMAT, "model.layers.0.mlp.experts.0.w1.weight", "below the experts", NULL);
+    /* A weight stored both plainly and quantised, or plainly with a scale. */
+    static const char *const twice[] = {"shared_expert.up_proj.qweight", "shared_expert.up_proj.weight_scale_inv",
+                                        "gate.weight_packed", "shared_expert_gate.scales"};
+    save_config("qwen2_moe", 1, QWEN_CONFIG);
+    for (int i = 0; i < 4; i++) {
+        add_moe_layer(&mixed, 0);
+        add_mlp(&mixed, "model.layers.0.mlp.shared_expert.", 6);
+        build_weight(&mixed, 1, D, "model.layers.0.mlp.shared_expert_gate.weight");
+        build_weight(&mixed, 1, D, "model.layers.0.mlp.%s", twice[i]);
+        save_model(&mixed);
+        expect_fail(EPMOE_ERROR_FORMAT, twice[i], "belongs to a quantised weight", "BF16", NULL);
+    }
+
     /* What belongs to a decoder layer, or to the layers for speculative decoding behind the last, is no surprise;
      * anything else is a warning. */
     static const char *const good[] = {"model.layers.0.self_attn.q_proj.weight",
