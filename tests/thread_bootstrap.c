@@ -143,31 +143,41 @@ static bool take_from(rank_t *own, rank_t *peer)
     return at == peer->num_sends;
 }
 
+/* Takes what is there. The first peer that has not sent, or not taken, everything; -1 when all is done; -2 when two
+ * sides do not match. */
+static int32_t advance(rank_t *own, int32_t *failed_peer)
+{
+    int32_t missing = -1;
+    for (int32_t i = 0; i < own->num_recvs; i++) {
+        rank_t *peer = &own->ranks->all[own->recvs[i].peer];
+        if (peer->taken[own->rank] == own->round) continue;
+        if (peer->round < own->round) {
+            if (missing < 0) missing = peer->rank;
+            continue;
+        }
+        *failed_peer = peer->rank;
+        if (!take_from(own, peer)) return -2;
+        peer->taken[own->rank] = own->round;
+        pthread_cond_broadcast(&own->ranks->changed);
+    }
+    for (int32_t i = 0; i < own->num_sends && missing < 0; i++)
+        if (own->taken[own->sends[i].peer] < own->round) missing = own->sends[i].peer;
+    *failed_peer = missing;
+    return missing;
+}
+
 static int32_t exchange_finish(void *ctx, double timeout_s, int32_t *failed_peer)
 {
     rank_t *own = ctx;
-    testing_ranks_t *ranks = own->ranks;
     struct timespec deadline = deadline_in(timeout_s);
-    int32_t result = 0;
-    pthread_mutex_lock(&ranks->lock);
-    for (int32_t i = 0; i < own->num_recvs && !result; i++) {
-        rank_t *peer = &ranks->all[own->recvs[i].peer];
-        if (peer->taken[own->rank] == own->round) continue;
-        if (!wait_for(ranks, &peer->round, own->round, &deadline))
-            result = 1;
-        else if (!take_from(own, peer))
-            result = 2;
-        if (result) *failed_peer = peer->rank;
-        peer->taken[own->rank] = own->round;
-        pthread_cond_broadcast(&ranks->changed);
+    pthread_mutex_lock(&own->ranks->lock);
+    int32_t missing = advance(own, failed_peer);
+    for (int late = 0; missing >= 0 && !late;) {
+        late = pthread_cond_timedwait(&own->ranks->changed, &own->ranks->lock, &deadline);
+        missing = advance(own, failed_peer);
     }
-    for (int32_t i = 0; i < own->num_sends && !result; i++)
-        if (!wait_for(ranks, &own->taken[own->sends[i].peer], own->round, &deadline)) {
-            result = 1;
-            *failed_peer = own->sends[i].peer;
-        }
-    pthread_mutex_unlock(&ranks->lock);
-    return result;
+    pthread_mutex_unlock(&own->ranks->lock);
+    return missing == -1 ? 0 : missing == -2 ? 2 : 1;
 }
 
 static void release(void *ctx, int32_t failed)
