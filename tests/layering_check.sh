@@ -36,7 +36,7 @@ forbid() {
         if [ -n "$hits" ]; then complain "$file: $message" "$hits"; fi
     done
 }
-mapfile -t files < <(find base kernels comm moe dense_layers -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+mapfile -t files < <(find base kernels comm moe dense_layers -name '*.[ch]' -o -name '*.cu*' 2>/dev/null)
 [ ${#files[@]} -gt 0 ]
 forbid 'the library never ends the process' '(_?exit|abort|quick_exit|_Exit|raise|assert) *\('
 forbid 'the library never prints' '(v?f?printf|f?puts|putchar|putc|fputc|fwrite|perror) *\('
