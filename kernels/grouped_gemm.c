@@ -1,0 +1,127 @@
+#include "kernels/grouped_gemm.h"
+
+#include "base/dtype.h"
+#include "kernels/activation.h"
+
+static epmoe_status_t check_weight(const epmoe_weight_t *weight, bool need_data)
+{
+    if (epmoei_dtype_of_format(weight->format) == EPMOE_DTYPE_NONE) {
+        if (weight->format > EPMOE_FORMAT_F16 && weight->format <= EPMOE_FORMAT_MXFP4)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "weight.format is %s: this version computes bf16, fp16, fp32",
+                               epmoe_format_string(weight->format));
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.format is %d: expected an epmoe_format_t",
+                           (int)weight->format);
+    }
+    if (need_data && !weight->data) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.data is NULL");
+    return EPMOE_OK;
+}
+
+static epmoe_status_t check_flag(const char *name, int32_t value)
+{
+    if (value == 0 || value == 1) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %d: expected 0 or 1", name, value);
+}
+
+/* Sizes and enums, what a workspace query needs; `out` is normalised. */
+static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "grouped_gemm args"));
+    if (out->num_experts < 1 || out->num_experts > EPMOE_MAX_EXPERTS)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_experts is %d: expected 1..%d", out->num_experts,
+                           EPMOE_MAX_EXPERTS);
+    if (out->n < 1 || out->k < 1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d and k is %d: expected at least 1", out->n, out->k);
+    if (out->max_rows < 0 || out->num_slots < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "max_rows is %d and num_slots is %d: expected at least 0",
+                           out->max_rows, out->num_slots);
+    if (out->num_slots == 0) out->num_slots = out->max_rows;
+    if (out->x_row_divisor == 0) out->x_row_divisor = 1;
+    if (out->x_row_divisor < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_row_divisor is %d: expected at least 1",
+                           out->x_row_divisor);
+    if (out->num_slots % out->x_row_divisor)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_slots is %d: expected a multiple of x_row_divisor (%d)",
+                           out->num_slots, out->x_row_divisor);
+    if (!epmoei_dtype_is_float(out->x_dtype) || !epmoei_dtype_is_float(out->y_dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype is %d and y_dtype is %d: expected F32, BF16 or F16",
+                           (int)out->x_dtype, (int)out->y_dtype);
+    if ((int)out->layout < EPMOE_LAYOUT_GATE_FIRST || out->layout > EPMOE_LAYOUT_PACKED)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layout is %d: expected an epmoe_layout_t", (int)out->layout);
+    EPMOEI_CHECK(check_flag("weight_on_input", out->weight_on_input));
+    EPMOEI_CHECK(check_flag("batch_invariant", out->batch_invariant));
+    EPMOEI_CHECK(epmoei_activation_check(out->activation, true, &out->alpha, &out->limit));
+    if (out->activation != EPMOE_ACTIVATION_NONE && out->n % 2)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with an activation", out->n);
+    return check_weight(&out->weight, false);
+}
+
+static epmoe_status_t check_rows(const epmoe_grouped_gemm_args_t *args)
+{
+    const int32_t *offsets = args->expert_offsets;
+    if (offsets[0] < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets[0] is %d: expected at least 0", offsets[0]);
+    for (int32_t e = 0; e < args->num_experts; e++)
+        if (offsets[e + 1] < offsets[e])
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets[%d] is %d after %d: expected no decrease",
+                               e + 1, offsets[e + 1], offsets[e]);
+    if (offsets[args->num_experts] > args->max_rows)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets[%d] is %d: expected at most max_rows (%d)",
+                           args->num_experts, offsets[args->num_experts], args->max_rows);
+    if (!args->row_index) return EPMOE_OK;
+    for (int32_t r = offsets[0]; r < offsets[args->num_experts]; r++)
+        if (args->row_index[r] < 0)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "row_index[%d] is %d: expected at least 0", r,
+                               args->row_index[r]);
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out)
+{
+    EPMOEI_CHECK(check_shape(args, out));
+    if (out->max_rows == 0) return EPMOE_OK;
+    EPMOEI_CHECK(check_weight(&out->weight, true));
+    const struct {
+        const char *name;
+        const void *pointer;
+    } needed[] = {{"expert_offsets", out->expert_offsets}, {"x", out->x}, {"y", out->y}};
+    for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
+        if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
+    if (out->weight_on_input && !out->row_weights)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "row_weights is NULL: weight_on_input needs them");
+    return EPMOE_OK;
+}
+
+epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows)
+{
+    double weight = (double)args->n * args->k;
+    double n_out = args->activation == EPMOE_ACTIVATION_NONE ? args->n : args->n / 2;
+    double weight_bytes = epmoe_dtype_size(epmoei_dtype_of_format(args->weight.format));
+    return (epmoei_floor_t){
+        .bytes = active_experts * weight * weight_bytes +
+                 (double)rows * (args->k * (double)epmoe_dtype_size(args->x_dtype) / args->x_row_divisor +
+                                 n_out * epmoe_dtype_size(args->y_dtype)),
+        .flops = 2.0 * (double)rows * weight,
+    };
+}
+
+epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes)
+{
+    if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
+    epmoe_grouped_gemm_args_t checked;
+    const epmoei_kernel_table_t *kernels;
+    EPMOEI_CHECK(check_shape(args, &checked));
+    EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
+    *bytes = checked.max_rows ? kernels->grouped_gemm_workspace(&checked) : 0;
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    epmoe_grouped_gemm_args_t checked;
+    const epmoei_kernel_table_t *kernels;
+    EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
+    EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
+    if (checked.max_rows == 0) return EPMOE_OK;
+    EPMOEI_CHECK(check_rows(&checked));
+    return kernels->grouped_gemm(&checked, stream);
+}

@@ -1,0 +1,55 @@
+#include "kernels/grouped_gemm.h"
+
+#include "base/dtype.h"
+#include "kernels/activation.h"
+
+static float dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int64_t x_row)
+{
+    epmoe_dtype_t w_dtype = epmoei_dtype_of_format(args->weight.format);
+    int64_t w_first = ((int64_t)expert * args->n + row) * args->k;
+    float sum = 0.0f;
+    for (int32_t k = 0; k < args->k; k++)
+        sum += epmoei_load(args->weight.data, w_dtype, w_first + k) *
+               epmoei_load(args->x, args->x_dtype, x_row * args->k + k);
+    return sum;
+}
+
+/* One row of w against one slot, up to the bias. */
+static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int32_t slot)
+{
+    float value = dot(args, expert, row, slot / args->x_row_divisor);
+    if (args->weight_on_input) value *= args->row_weights[slot];
+    if (args->bias) value += args->bias[(int64_t)expert * args->n + row];
+    return value;
+}
+
+epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    (void)stream;
+    bool gated = args->activation != EPMOE_ACTIVATION_NONE;
+    bool interleaved = args->layout == EPMOE_LAYOUT_INTERLEAVED;
+    int32_t n_out = gated ? args->n / 2 : args->n;
+    for (int32_t e = 0; e < args->num_experts; e++)
+        for (int32_t r = args->expert_offsets[e]; r < args->expert_offsets[e + 1]; r++) {
+            int32_t slot = args->row_index ? args->row_index[r] : r;
+            if (slot >= args->num_slots) continue;
+            for (int32_t i = 0; i < n_out; i++) {
+                float value;
+                if (gated) {
+                    float gate = projection(args, e, interleaved ? 2 * i : i, slot);
+                    float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, slot);
+                    value = epmoei_activate(args->activation, gate, up, args->alpha, args->limit);
+                } else
+                    value = projection(args, e, i, slot);
+                if (args->row_weights && !args->weight_on_input) value *= args->row_weights[slot];
+                epmoei_store(args->y, args->y_dtype, (int64_t)slot * n_out + i, value);
+            }
+        }
+    return EPMOE_OK;
+}
+
+int64_t epmoei_grouped_gemm_workspace_ref(const epmoe_grouped_gemm_args_t *args)
+{
+    (void)args;
+    return 0;
+}
