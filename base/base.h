@@ -34,6 +34,9 @@ epmoe_status_t epmoei_fail(epmoe_status_t status, const char *format, ...) EPMOE
 /* Puts "context: " in front of this thread's last error and returns `status` unchanged. */
 epmoe_status_t epmoei_fail_context(epmoe_status_t status, const char *format, ...) EPMOEI_PRINTF(2, 3);
 
+/* How often this thread's last error was set: a change says that a callback left a text. */
+uint64_t epmoei_error_count(void);
+
 void epmoei_log(epmoe_log_level_t level, const char *format, ...) EPMOEI_PRINTF(2, 3);
 
 /* Copies a caller's sized struct into the library's own version of it: fields that the caller's version lacks become

@@ -50,10 +50,10 @@ float epmoei_f16_to_f32(uint16_t bits)
 {
     uint32_t sign = (uint32_t)(bits & 0x8000u) << 16;
     uint32_t magnitude = bits & 0x7FFFu;
-    if (magnitude >= 0x7C00u) return epmoei_f32_from_bits(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
     /* Read as a float the shifted bits are 2^-112 of the value, subnormals included. */
     float value = epmoei_f32_from_bits(magnitude << 13) * 0x1p112f;
-    return epmoei_f32_from_bits(sign | epmoei_f32_bits(value));
+    uint32_t special = magnitude >= 0x7C00u ? 0x7F800000u : 0u;
+    return epmoei_f32_from_bits(sign | special | epmoei_f32_bits(value));
 }
 
 uint16_t epmoei_f32_to_f16(float value)
@@ -86,9 +86,11 @@ void epmoei_to_f32(float *dst, const void *src, epmoe_dtype_t dtype, int64_t n)
         return;
     }
     if (dtype == EPMOE_BF16) {
+#pragma omp simd
         for (int64_t i = 0; i < n; i++) dst[i] = epmoei_load(src, EPMOE_BF16, i);
         return;
     }
+#pragma omp simd
     for (int64_t i = 0; i < n; i++) dst[i] = epmoei_load(src, EPMOE_F16, i);
 }
 
@@ -98,5 +100,10 @@ void epmoei_from_f32(void *dst, const float *src, epmoe_dtype_t dtype, int64_t n
         if (dst != src) memcpy(dst, src, (size_t)n * 4);
         return;
     }
-    for (int64_t i = 0; i < n; i++) epmoei_store(dst, dtype, i, src[i]);
+    if (dtype == EPMOE_BF16) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) epmoei_store(dst, EPMOE_BF16, i, src[i]);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) epmoei_store(dst, EPMOE_F16, i, src[i]);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 static _Thread_local char last_error[1024];
+static _Thread_local uint64_t error_count;
 static epmoe_log_fn log_fn;
 static void *log_ctx;
 
@@ -21,6 +22,13 @@ const char *epmoe_status_string(epmoe_status_t status)
 }
 
 const char *epmoe_last_error(void) { return last_error; }
+
+epmoe_status_t epmoe_set_last_error(epmoe_status_t status, const char *message)
+{
+    return epmoei_fail(status, "%s", message ? message : "");
+}
+
+uint64_t epmoei_error_count(void) { return error_count; }
 
 int32_t epmoe_version(void) { return EPMOE_VERSION_MAJOR * 10000 + EPMOE_VERSION_MINOR * 100 + EPMOE_VERSION_PATCH; }
 
@@ -39,6 +47,7 @@ epmoe_status_t epmoei_fail(epmoe_status_t status, const char *format, ...)
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     memcpy(last_error, text, sizeof text);
+    error_count++;
     return status;
 }
 

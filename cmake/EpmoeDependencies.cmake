@@ -1,4 +1,5 @@
-# Finds what the build needs. CUDA, NCCL and MPI are optional: AUTO takes what is there and says what it took.
+# Finds what the build needs, and says what it took. MPI is optional. This version has neither CUDA kernels nor an NCCL
+# transport: their AUTO means OFF, and ON is refused.
 find_package(OpenMP REQUIRED COMPONENTS C)
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
@@ -22,12 +23,19 @@ foreach(feature CUDA NCCL MPI)
   set(EPMOE_HAVE_${feature} OFF)
 endforeach()
 
+foreach(feature CUDA NCCL)
+  if(EPMOE_${feature} STREQUAL "ON")
+    message(FATAL_ERROR "EPMOE_${feature} is ON: this version has no CUDA kernels and no NCCL transport yet; "
+                        "leave it AUTO or OFF for the CPU backend")
+  endif()
+endforeach()
+
 if(NOT EPMOE_MPI STREQUAL "OFF")
   find_package(MPI COMPONENTS C)
   if(MPI_C_FOUND)
     set(EPMOE_HAVE_MPI ON)
   elseif(EPMOE_MPI STREQUAL "ON")
-    message(FATAL_ERROR "EPMOE_MPI is ON and no MPI was found")
+    message(FATAL_ERROR "EPMOE_MPI is ON and no MPI for C was found: install libopenmpi-dev, or put mpicc on PATH")
   endif()
 endif()
 

@@ -1,6 +1,6 @@
 /* Random weights of a layer as a pure function of (seed, tensor, expert, element): the same on every rank count and
- * backend. Element values are bell-shaped (a sum of four uniforms) with standard deviation `scale`, computed in integers
- * and one fp32 multiplication, so that a GPU gets equal bits. */
+ * backend. Element values are bell-shaped (a sum of four uniforms) with standard deviation `scale`, computed in
+ * integers and one fp32 multiplication, so that a GPU gets equal bits. */
 #ifndef EPMOEI_RANDOM_WEIGHTS_H
 #define EPMOEI_RANDOM_WEIGHTS_H
 
@@ -25,8 +25,8 @@ typedef enum epmoei_random_tensor_t {
 /* The scale of each tensor above; `columns` is its K (biases ignore it). */
 float epmoei_random_scale(epmoei_random_tensor_t tensor, int64_t columns);
 
-/* Elements [first, first+count) of the tensor to dst[0..count), rounded to dtype (F32, BF16, F16). `expert` is the global
- * id, 0 for tensors that are not an expert's. */
+/* Elements [first, first+count) of the tensor to dst[0..count), rounded to dtype (F32, BF16, F16). `expert` is the
+ * global id, 0 for tensors that are not an expert's. */
 void epmoei_random_fill(void *dst, epmoe_dtype_t dtype, uint64_t seed, epmoei_random_tensor_t tensor, int32_t expert,
                         int64_t first, int64_t count, float scale);
 

@@ -16,6 +16,7 @@ typedef struct epmoei_tensor_t {
     int64_t num_elements;
     int64_t bytes;
     const void *data; /* in the mapping; aligned to nothing in particular */
+    const char *path; /* of its file */
 } epmoei_tensor_t;
 
 typedef struct epmoei_safetensors epmoei_safetensors_t;

@@ -39,9 +39,11 @@
 /* A struct with its struct_size set and every other field zero. */
 #ifdef __cplusplus
 #define EPMOE_STRUCT_INIT(type)                                                                                        \
-    {                                                                                                                  \
-        sizeof(type)                                                                                                   \
-    }
+    [] {                                                                                                               \
+        type epmoe_init_ = type();                                                                                     \
+        epmoe_init_.struct_size = sizeof(type);                                                                        \
+        return epmoe_init_;                                                                                            \
+    }()
 extern "C" {
 #else
 #define EPMOE_STRUCT_INIT(type)                                                                                        \
@@ -92,6 +94,10 @@ EPMOE_API const char *epmoe_status_string(epmoe_status_t status);
 /* What the last failing call of this thread said: the argument, its value, what was expected. Never NULL; "" before
  * the first error. Valid until the next failing call of this thread. */
 EPMOE_API const char *epmoe_last_error(void);
+
+/* Sets this thread's last error and returns `status`: for bootstrap callbacks, whose text the library then quotes, and
+ * for libraries built on this one. message NULL = "". */
+EPMOE_API epmoe_status_t epmoe_set_last_error(epmoe_status_t status, const char *message);
 
 /* major*10000 + minor*100 + patch of the library that was loaded. */
 EPMOE_API int32_t epmoe_version(void);
@@ -461,15 +467,19 @@ typedef struct epmoe_segment_t {
 } epmoe_segment_t;
 
 /* What the library asks of the process launcher, as callbacks. epmoe_comm_create_mpi (epmoe_mpi.h) fills one with MPI.
- * All callbacks return 0 for success and run on the thread that called the library. All but all_gather may be NULL.
- *   all_gather       recv[i*bytes .. ) = rank i's send; every rank calls it with the same bytes. It must return within
- *                    timeout_s, with 1 when it could not (then *failed_peer may name a rank, else -1).
- *   exchange_begin   starts sending and receiving all segments and returns at once. Segments between a pair of ranks
- *                    match in order and are equally long. Several exchanges never overlap.
- *   exchange_finish  waits until all segments have been sent and received, at most timeout_s: 0 done, 1 timed out,
- *                    2 failed; *failed_peer as above. After a failure no buffer is touched any more, or the callback
- *                    keeps it alive itself: the library frees its buffers afterwards.
- *   release          called once, from epmoe_comm_destroy. */
+ * All callbacks return 0 for success and run on the thread that called the library. With one rank all may be NULL, with
+ * more all_gather is needed, and for transport MPI both halves of the exchange.
+ *   all_gather       recv[i*bytes .. ) = rank i's send; every rank calls it with the same bytes. Waits at most
+ *                    timeout_s: 0 done, 1 timed out, 2 failed; then *failed_peer (-1 before the call) may name a rank,
+ *                    and epmoe_set_last_error may say more. After a failure send and recv are touched no more.
+ *   exchange_begin   starts sending and receiving all segments and returns at once: 0 started, 2 failed. Segments
+ *                    between a pair of ranks match in order and are equally long. Several exchanges never overlap, and
+ *                    no all_gather comes between the halves. Arrays and data stay valid until exchange_finish returns.
+ *   exchange_finish  waits until all segments have been sent and received, at most timeout_s; returns and *failed_peer
+ *                    as for all_gather. After a failure the library keeps the buffers for the life of the process, so
+ *                    that a transport that still moves data does no harm.
+ *   release          called once, from epmoe_comm_destroy or a failing epmoe_comm_create. `failed` is not 0 when ranks
+ *                    may be out of step: nothing may then wait for a peer. */
 typedef struct epmoe_bootstrap_t {
     size_t struct_size;
     int32_t rank;
@@ -545,16 +555,18 @@ EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, i
 typedef struct epmoe_dispatch_args_t {
     size_t struct_size;
     int32_t num_tokens; /* T <= max_tokens, may be 0 */
-    int32_t
-        reuse_routing;  /* 1: ids are those of the previous dispatch of this object on every rank: no count exchange */
-    const void *x;      /* [T,d] */
-    const int32_t *ids; /* [T,k] global expert ids, -1 = unused */
-    const float *weights; /* [T,k] */
+    int32_t reuse_routing; /* 1: T and ids are those of the previous dispatch of this object, on every rank: no routing
+                              is computed and no ids travel. INVALID_ARGUMENT after a dispatch that failed. */
+    const void *x;         /* [T,d] */
+    const int32_t *ids;    /* [T,k] global expert ids, -1 = unused */
+    const float *weights;  /* [T,k]; the weight of an unused slot is not read */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
 /* Rows this rank received: one per (token, this rank) whatever the number of the token's experts here, ordered by
- * source rank, then token. The pointers are owned by the object and valid until the next dispatch or destroy. */
+ * source rank, then token. The pointers are owned by the object and valid until the next dispatch or destroy. With one
+ * rank nothing is copied: every token is a row, also one without experts, and x, ids and weights are the caller's own,
+ * which must stay unchanged until combine. */
 typedef struct epmoe_dispatch_result_t {
     size_t struct_size;
     int32_t max_rows; /* bound of *num_rows */
@@ -562,7 +574,7 @@ typedef struct epmoe_dispatch_result_t {
     const int32_t *num_rows; /* [1], same memory kind as the tensors */
     const void *x;           /* [max_rows,d] */
     const int32_t *ids;      /* [max_rows,k]: local expert ids (0 = first expert of this rank), -1 = not here */
-    const float *weights;    /* [max_rows,k] */
+    const float *weights;    /* [max_rows,k]; with more than one rank 0 where the id is -1 */
     void *y;                 /* [max_rows,d] of epmoe_ep_partial_dtype: where the caller puts each row's sum over the
                                 local experts, for combine; may be written only between dispatch and combine */
 } epmoe_dispatch_result_t;
@@ -570,7 +582,8 @@ typedef struct epmoe_dispatch_result_t {
 
 /* Sends every token to each rank that owns one of its experts: once per rank. Collective, with T different per rank.
  * An error of one rank (bad id, T > max_tokens, NULL) reaches all: its own status there, ERROR_PEER elsewhere;
- * CAPACITY on all ranks when one would receive too many rows. The object stays usable after these.
+ * CAPACITY on all ranks when one would receive too many rows. The object stays usable after these. A dispatch without
+ * a combine is dropped by the next one, if all ranks do so.
  * Host transport: blocks until the rows are here. */
 EPMOE_API epmoe_status_t epmoe_dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args,
                                         epmoe_dispatch_result_t *result, epmoe_stream_t stream);
@@ -584,7 +597,8 @@ typedef struct epmoe_combine_args_t {
 #define EPMOE_COMBINE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_combine_args_t)
 
 /* Brings the partial rows of the last dispatch home: y[t,:] = round(sum over ranks ascending of their row for t
- * + shared + residual), fp32. Collective; pairs with exactly one dispatch (BAD_STATE otherwise).
+ * + shared + residual), fp32. Collective; pairs with exactly one dispatch (BAD_STATE otherwise). A bad argument on one
+ * rank is an error there alone: its rows still go home to the others.
  * Partial rows travel as epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
 EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
 EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);

@@ -1,0 +1,178 @@
+/* Communicators: making one out of a bootstrap, what all ranks must share, and who owns which expert. */
+#include "comm/comm.h"
+
+#include <math.h>
+#include <string.h>
+
+#define DEFAULT_TIMEOUT_S 30.0
+#define MAX_TIMEOUT_S     1e6
+
+const char *epmoe_transport_string(epmoe_transport_t transport)
+{
+    switch (transport) {
+    case EPMOE_TRANSPORT_AUTO: return "auto";
+    case EPMOE_TRANSPORT_LOCAL: return "local";
+    case EPMOE_TRANSPORT_MPI: return "mpi";
+    case EPMOE_TRANSPORT_NCCL: return "nccl";
+    case EPMOE_TRANSPORT_P2P: return "p2p";
+    }
+    return "unknown";
+}
+
+epmoe_status_t epmoe_expert_range(int32_t num_experts, int32_t size, int32_t rank, int32_t *first, int32_t *count)
+{
+    if (num_experts < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_experts is %d: expected >= 0", num_experts);
+    if (size < 1) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "size is %d: expected >= 1", size);
+    if (rank < 0 || rank >= size)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "rank is %d: expected 0..%d", rank, size - 1);
+    if (!first || !count) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", first ? "count" : "first");
+    int32_t share = num_experts / size, longer = num_experts % size;
+    *first = rank * share + (rank < longer ? rank : longer);
+    *count = share + (rank < longer);
+    return EPMOE_OK;
+}
+
+/* Without a usable rank, size and all_gather this rank cannot even tell its peers. */
+static epmoe_status_t take_bootstrap(epmoe_bootstrap_t *own, const epmoe_bootstrap_t *bootstrap)
+{
+    if (!bootstrap) {
+        *own = (epmoe_bootstrap_t){.struct_size = sizeof *own, .size = 1};
+        return EPMOE_OK;
+    }
+    EPMOEI_CHECK(epmoei_copy_sized(own, sizeof *own, bootstrap, "bootstrap"));
+    if (own->size < 1 || own->size > EPMOEI_MAX_RANKS)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bootstrap.size is %d: expected 1..%d", own->size,
+                           EPMOEI_MAX_RANKS);
+    if (own->rank < 0 || own->rank >= own->size)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bootstrap.rank is %d: expected 0..%d", own->rank,
+                           own->size - 1);
+    if (own->size > 1 && !own->all_gather)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bootstrap.all_gather is NULL: needed with size %d",
+                           own->size);
+    return EPMOE_OK;
+}
+
+static epmoe_status_t take_config(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+{
+    epmoe_comm_config_t own = EPMOE_COMM_CONFIG_INIT;
+    comm->timeout_s = DEFAULT_TIMEOUT_S;
+    if (config) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, config, "config"));
+    if (!isfinite(own.timeout_s) || own.timeout_s < 0 || own.timeout_s > MAX_TIMEOUT_S)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config.timeout_s is %g: expected 0 (= %g) or up to %g seconds", own.timeout_s,
+                           DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S);
+    if (own.timeout_s > 0) comm->timeout_s = own.timeout_s;
+    comm->device = own.device;
+    EPMOEI_CHECK(epmoe_backend_resolve(own.backend, &comm->backend));
+
+    int32_t size = comm->bootstrap.size;
+    switch (own.transport) {
+    case EPMOE_TRANSPORT_AUTO: comm->transport = size == 1 ? EPMOE_TRANSPORT_LOCAL : EPMOE_TRANSPORT_MPI; break;
+    case EPMOE_TRANSPORT_MPI: comm->transport = EPMOE_TRANSPORT_MPI; break;
+    case EPMOE_TRANSPORT_LOCAL:
+        if (size > 1)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is local: one rank only, size is %d",
+                               size);
+        comm->transport = EPMOE_TRANSPORT_LOCAL;
+        break;
+    case EPMOE_TRANSPORT_NCCL:
+    case EPMOE_TRANSPORT_P2P:
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.transport is %s: it needs the CUDA backend",
+                           epmoe_transport_string(own.transport));
+    default:
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is %d: expected an epmoe_transport_t",
+                           (int)own.transport);
+    }
+    return EPMOE_OK;
+}
+
+/* A rank without memory for its records can still say so in one number. */
+static epmoe_status_t agree_on_memory(epmoe_comm_t *comm, epmoe_status_t local)
+{
+    int32_t own = (int32_t)local, all[EPMOEI_MAX_RANKS];
+    EPMOEI_CHECK(epmoei_comm_enter(comm));
+    EPMOEI_CHECK(epmoei_comm_gather(comm, "communicator", &own, all, (int64_t)sizeof own));
+    if (local != EPMOE_OK) return local;
+    for (int32_t r = 0; r < comm->bootstrap.size; r++)
+        if (all[r] != EPMOE_OK)
+            return epmoei_fail(EPMOE_ERROR_PEER, "communicator: rank %d failed: %s", r,
+                               epmoe_status_string((epmoe_status_t)all[r]));
+    return EPMOE_OK;
+}
+
+static epmoe_status_t agree_on_config(epmoe_comm_t *comm, epmoe_status_t local)
+{
+    enum { HAS_EXCHANGE = 4 };
+    epmoei_agreed_t fields[] = {
+        {"size", comm->bootstrap.size},
+        {"backend", comm->backend},
+        {"transport", comm->transport},
+        {"timeout_s", comm->timeout_s},
+        [HAS_EXCHANGE] = {NULL, comm->bootstrap.exchange_begin && comm->bootstrap.exchange_finish},
+    };
+    EPMOEI_CHECK(epmoei_comm_agree_on(comm, "communicator", local, fields, sizeof fields / sizeof fields[0]));
+    for (int32_t r = 0; r < comm->bootstrap.size && comm->bootstrap.size > 1; r++)
+        if (epmoei_comm_agreed_value(comm, r, HAS_EXCHANGE) == 0)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                               "communicator: the bootstrap of rank %d has no exchange callbacks: needed for transport "
+                               "%s with %d ranks",
+                               r, epmoe_transport_string(comm->transport), comm->bootstrap.size);
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
+                                 epmoe_comm_t **comm)
+{
+    epmoe_comm_t made = {.failed = EPMOE_OK};
+    epmoe_comm_t *object = NULL;
+    bool in_step = false; /* all ranks leave together, so that releasing may be collective */
+    epmoe_status_t status;
+    if (comm) *comm = NULL;
+    EPMOEI_CHECK_GOTO(take_bootstrap(&made.bootstrap, bootstrap), fail);
+
+    epmoe_status_t local = take_config(&made, config);
+    if (local == EPMOE_OK && !comm) local = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "comm is NULL");
+    object = epmoei_alloc(sizeof *object);
+    made.records = epmoei_alloc(epmoei_comm_records_size(made.bootstrap.size));
+    epmoe_status_t memory = EPMOE_OK;
+    if (!object || !made.records)
+        memory =
+            epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a communicator of %d ranks", made.bootstrap.size);
+    status = agree_on_memory(&made, memory);
+    if (status == EPMOE_OK) status = agree_on_config(&made, local);
+    in_step = made.failed == EPMOE_OK;
+    if (status != EPMOE_OK) goto fail;
+
+    *object = made;
+    *comm = object;
+    return EPMOE_OK;
+fail:
+    if (made.bootstrap.release) made.bootstrap.release(made.bootstrap.ctx, !in_step);
+    epmoei_free(made.records);
+    epmoei_free(object);
+    return status;
+}
+
+void epmoe_comm_destroy(epmoe_comm_t *comm)
+{
+    if (!comm) return;
+    if (comm->bootstrap.release) comm->bootstrap.release(comm->bootstrap.ctx, comm->failed != EPMOE_OK);
+    epmoei_free(comm->records);
+    epmoei_free(comm);
+}
+
+int32_t epmoe_comm_rank(const epmoe_comm_t *comm) { return comm ? comm->bootstrap.rank : 0; }
+
+int32_t epmoe_comm_size(const epmoe_comm_t *comm) { return comm ? comm->bootstrap.size : 1; }
+
+epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm)
+{
+    return comm ? comm->transport : EPMOE_TRANSPORT_LOCAL;
+}
+
+epmoe_status_t epmoe_comm_get_async_error(const epmoe_comm_t *comm)
+{
+    if (!comm) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "comm is NULL");
+    return comm->failed;
+}

@@ -1,0 +1,204 @@
+#include "comm/ep_plan.h"
+
+#include "base/dtype.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+static int32_t ranks_per_token(const epmoe_ep_config_t *config, int32_t size)
+{
+    return config->top_k < size ? config->top_k : size;
+}
+
+static epmoe_dtype_t partial_dtype(epmoe_dtype_t dtype, int32_t size)
+{
+    return dtype == EPMOE_BF16 && size > 1 ? EPMOE_BF16 : EPMOE_F32;
+}
+
+static int64_t header_bytes(int32_t size)
+{
+    return epmoei_round_up((int64_t)sizeof(epmoei_header_t) + 4 * (int64_t)size, 64);
+}
+
+/* The only place that knows sizes: with base NULL it counts. */
+static void carve_buffers(epmoei_ep_buffers_t *b, epmoei_arena_t *arena, const epmoe_ep_config_t *config, int32_t size,
+                          int64_t max_rows)
+{
+    int64_t tokens = config->max_tokens, k = config->top_k, d = config->hidden, ranks = size;
+    int64_t row = d * epmoe_dtype_size(config->dtype);
+    int64_t partial_row = d * epmoe_dtype_size(partial_dtype(config->dtype, size));
+    b->y = epmoei_carve(arena, max_rows * partial_row);
+    b->capacity = epmoei_carve(arena, 8 * ranks);
+    if (size == 1) return;
+
+    int64_t slots = tokens * ranks_per_token(config, size);
+    int64_t outbox = tokens * epmoei_min64(k, ranks - 1);
+    b->headers = epmoei_carve(arena, ranks * header_bytes(size));
+    b->send_offset = epmoei_carve(arena, 8 * (ranks + 1));
+    b->recv_offset = epmoei_carve(arena, 8 * (ranks + 1));
+    b->first_expert = epmoei_carve(arena, 4 * (ranks + 1));
+    b->owner = epmoei_carve(arena, 4 * (int64_t)config->num_experts);
+    b->cursor = epmoei_carve(arena, 4 * ranks);
+    b->slot_token = epmoei_carve(arena, 4 * slots);
+    b->token_slots = epmoei_carve(arena, 4 * slots);
+    b->sends = epmoei_carve(arena, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
+    b->recvs = epmoei_carve(arena, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
+    b->outbox = epmoei_carve(arena, outbox * epmoei_max64(row, partial_row));
+    b->outbox_ids = epmoei_carve(arena, outbox * k * 4);
+    b->outbox_weights = epmoei_carve(arena, outbox * k * 4);
+    b->x = epmoei_carve(arena, max_rows * row);
+    b->ids = epmoei_carve(arena, max_rows * k * 4);
+    b->weights = epmoei_carve(arena, max_rows * k * 4);
+}
+
+static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_t *config)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(own, sizeof *own, config, "config"));
+    if (own->num_experts < 1 || own->num_experts > EPMOE_MAX_EXPERTS)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.num_experts is %d: expected 1..%d", own->num_experts,
+                           EPMOE_MAX_EXPERTS);
+    if (own->top_k < 1 || own->top_k > EPMOE_MAX_TOP_K)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is %d: expected 1..%d", own->top_k,
+                           EPMOE_MAX_TOP_K);
+    if (own->hidden < 1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.hidden is %d: expected >= 1", own->hidden);
+    if (own->max_tokens < 0 || (int64_t)own->max_tokens * own->top_k > INT32_MAX)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config.max_tokens is %d: expected >= 0, and times top_k (%d) at most %d", own->max_tokens,
+                           own->top_k, INT32_MAX);
+    if (!epmoei_dtype_is_float(own->dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is %s (%d): expected f32, bf16 or f16",
+                           epmoe_dtype_string(own->dtype), (int)own->dtype);
+    if (own->wire_dtype == EPMOE_DTYPE_NONE) own->wire_dtype = own->dtype;
+    if (own->wire_dtype != own->dtype)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.wire_dtype is %s (%d): only dtype (%s) is supported",
+                           epmoe_dtype_string(own->wire_dtype), (int)own->wire_dtype, epmoe_dtype_string(own->dtype));
+    if (own->capacity < 0 || own->capacity > INT32_MAX)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.capacity is %lld: expected 0 (the worst case) to %d",
+                           (long long)own->capacity, INT32_MAX);
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
+                                    int64_t *bytes)
+{
+    epmoe_ep_config_t own;
+    EPMOEI_CHECK(take_config(&own, config));
+    if (size < 1 || size > EPMOEI_MAX_RANKS)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "size is %d: expected 1..%d", size, EPMOEI_MAX_RANKS);
+    if (max_recv_rows < 0 || max_recv_rows > INT32_MAX)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "max_recv_rows is %lld: expected 0..%d",
+                           (long long)max_recv_rows, INT32_MAX);
+    if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
+    epmoei_ep_buffers_t unused;
+    epmoei_arena_t arena = {0};
+    carve_buffers(&unused, &arena, &own, size, max_recv_rows);
+    *bytes = arena.used;
+    return EPMOE_OK;
+}
+
+static epmoe_status_t agree_on_config(epmoe_ep_t *ep, epmoe_status_t local)
+{
+    const epmoe_ep_config_t *config = &ep->config;
+    const epmoei_agreed_t fields[] = {
+        {NULL, config->max_tokens},         {NULL, (double)config->capacity}, {"num_experts", config->num_experts},
+        {"top_k", config->top_k},           {"hidden", config->hidden},       {"dtype", config->dtype},
+        {"wire_dtype", config->wire_dtype},
+    };
+    return epmoei_comm_agree_on(ep->comm, "dispatch config", local, fields, sizeof fields / sizeof fields[0]);
+}
+
+/* Rows that `rank` accepts, from the values that all ranks gave to agree_on_config. */
+static int64_t capacity_of(const epmoe_comm_t *comm, int32_t rank)
+{
+    double most = 0, asked = epmoei_comm_agreed_value(comm, rank, 1);
+    for (int32_t r = 0; r < comm->bootstrap.size; r++) most += epmoei_comm_agreed_value(comm, r, 0);
+    if (most > INT32_MAX) most = INT32_MAX;
+    return (int64_t)(asked > 0 && asked < most ? asked : most);
+}
+
+static epmoe_status_t make_buffers(epmoe_ep_t *ep)
+{
+    ep->max_rows = (int32_t)capacity_of(ep->comm, ep->rank);
+    epmoei_arena_t arena = {0};
+    carve_buffers(&ep->buffers, &arena, &ep->config, ep->size, ep->max_rows);
+    EPMOEI_CHECK(epmoei_alloc_for(&ep->memory, arena.used, "dispatch buffers"));
+    arena = (epmoei_arena_t){.base = ep->memory};
+    carve_buffers(&ep->buffers, &arena, &ep->config, ep->size, ep->max_rows);
+
+    epmoei_ep_buffers_t *b = &ep->buffers;
+    if (ep->size > 1) memset(b->headers, 0, (size_t)(ep->size * ep->header_bytes));
+    for (int32_t r = 0; r < ep->size; r++) b->capacity[r] = capacity_of(ep->comm, r);
+    for (int32_t r = 0; r < ep->size && ep->size > 1; r++) {
+        int32_t count;
+        EPMOEI_CHECK(epmoe_expert_range(ep->config.num_experts, ep->size, r, &b->first_expert[r], &count));
+        b->first_expert[r + 1] = b->first_expert[r] + count;
+        for (int32_t e = 0; e < count; e++) b->owner[b->first_expert[r] + e] = r;
+    }
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep)
+{
+    if (ep) *ep = NULL;
+    if (!comm) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "comm is NULL");
+    EPMOEI_CHECK(epmoei_comm_enter(comm));
+
+    epmoe_ep_t unmade = {.comm = comm}; /* speaks for a rank without memory */
+    epmoe_ep_t *object = epmoei_calloc(sizeof *object);
+    epmoe_status_t status = EPMOE_OK;
+    if (!object) status = epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a dispatch object");
+    epmoe_ep_t *made = object ? object : &unmade;
+    made->comm = comm;
+    made->rank = comm->bootstrap.rank;
+    made->size = comm->bootstrap.size;
+    if (status == EPMOE_OK) status = take_config(&made->config, config);
+    if (status == EPMOE_OK && !ep) status = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "ep is NULL");
+    EPMOEI_CHECK_GOTO(agree_on_config(made, status), fail);
+
+    made->header_bytes = header_bytes(made->size);
+    made->partial_dtype = partial_dtype(made->config.dtype, made->size);
+    made->row_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->config.dtype);
+    made->partial_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->partial_dtype);
+    status = make_buffers(made);
+    EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
+    made->object = comm->num_objects++;
+    *ep = made;
+    return EPMOE_OK;
+fail:
+    epmoe_ep_destroy(object);
+    return status;
+}
+
+/* Objects that were destroyed with a transfer in flight: the transport may still touch their buffers. */
+static _Atomic(struct epmoe_ep *) kept;
+
+void epmoe_ep_destroy(epmoe_ep_t *ep)
+{
+    if (!ep) return;
+    if (ep->in_flight) {
+        ep->next_kept = atomic_load(&kept);
+        while (!atomic_compare_exchange_weak(&kept, &ep->next_kept, ep)) {
+        }
+        return;
+    }
+    epmoei_free(ep->memory);
+    epmoei_free(ep);
+}
+
+epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep) { return ep ? ep->partial_dtype : EPMOE_DTYPE_NONE; }
+
+int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->wire_bytes; }
+
+epmoe_status_t epmoei_ep_exchange_begin(epmoe_ep_t *ep, const char *phase, int32_t num_sends, int32_t num_recvs)
+{
+    ep->in_flight = true;
+    return epmoei_comm_exchange_begin(ep->comm, phase, ep->buffers.sends, num_sends, ep->buffers.recvs, num_recvs);
+}
+
+epmoe_status_t epmoei_ep_exchange_finish(epmoe_ep_t *ep, const char *phase)
+{
+    EPMOEI_CHECK(epmoei_comm_exchange_finish(ep->comm, phase));
+    ep->in_flight = false;
+    return EPMOE_OK;
+}

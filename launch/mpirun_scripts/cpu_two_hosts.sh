@@ -1,0 +1,6 @@
+#!/bin/sh -e
+# Eight ranks on two machines. build/ lies at the same path on both, ssh from the first to the second needs no password.
+cd "$(dirname "$0")/../../build"
+mpirun --hostfile ../launch/mpirun_scripts/hostfile.example --map-by ppr:4:node --bind-to none -np 8 \
+    -x OMP_NUM_THREADS=4 -x OPENBLAS_NUM_THREADS=4 \
+    ./moe_layer_bench --backend cpu --model qwen3-30b-a3b --tokens 1,16,128

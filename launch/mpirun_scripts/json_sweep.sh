@@ -1,0 +1,5 @@
+#!/bin/sh -e
+# One JSON object per line and token count, for a plot.
+cd "$(dirname "$0")/../../build"
+mpirun --oversubscribe --bind-to none -np 2 -x OMP_NUM_THREADS=1 -x OPENBLAS_NUM_THREADS=1 \
+    ./moe_layer_bench --backend cpu --model qwen3-30b-a3b --tokens 1,2,4,8,16,32,64,128 --format json

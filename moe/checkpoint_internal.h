@@ -1,0 +1,49 @@
+/* A checkpoint's parts, shared by the files that make it: checkpoint.c (folder, shards, index), checkpoint_layer.c
+ * (views of a layer's tensors), checkpoint_names.c (tensors that nobody asked for). */
+#ifndef EPMOEI_CHECKPOINT_INTERNAL_H
+#define EPMOEI_CHECKPOINT_INTERNAL_H
+
+#include "moe/checkpoint.h"
+#include "moe/model_config.h"
+#include "moe/tensor_index.h"
+
+#define EPMOEI_NAME_BYTES 256 /* of the names made from a family's row */
+
+/* Where a layer keeps its MLP, read from its tensors. */
+typedef struct epmoei_layer_place_t {
+    bool dense;
+    bool stacked;       /* all experts in one tensor */
+    const char *module; /* of the family's names */
+    /* The first weight that this version cannot compute with, and its format; NULL when there is none. */
+    const epmoei_tensor_t *refused;
+    const char *refused_format;
+    int32_t shared_intermediate; /* 0 = no shared expert; f of a dense layer */
+} epmoei_layer_place_t;
+
+struct epmoe_checkpoint {
+    char *dir;
+    epmoei_model_config_t config;
+    epmoei_safetensors_t **shards;
+    int32_t num_shards;
+    epmoei_tensor_index_t index; /* every tensor of the checkpoint */
+    int64_t total_bytes;
+    epmoei_layer_place_t *layers; /* [num_layers] */
+};
+
+/* The text of a name: "<layers>I.<module>" + `pattern` with %d replaced by `expert` + `suffix`. */
+const char *epmoei_checkpoint_name(char name[EPMOEI_NAME_BYTES], const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                   const char *module, const char *pattern, int32_t expert, const char *suffix);
+
+/* The quantised formats' tensors of one projection, without the projection's name; NULL at the end. */
+extern const char *const epmoei_quantised_suffixes[];
+extern const char *const epmoei_quantised_stacked_suffixes[];
+
+/* Finds where the layer keeps its MLP and checks every tensor of it. */
+epmoe_status_t epmoei_checkpoint_check_layer(epmoe_checkpoint_t *checkpoint, int32_t layer);
+
+/* Whether a name is that of a part of a layer's MLP. */
+bool epmoei_checkpoint_is_mlp_tensor(const epmoe_checkpoint_t *checkpoint, const char *name);
+/* FORMAT for a tensor below the experts that no expert has; a warning for any other that the family does not know. */
+epmoe_status_t epmoei_checkpoint_check_names(const epmoe_checkpoint_t *checkpoint);
+
+#endif

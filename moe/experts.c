@@ -1,0 +1,260 @@
+#include "moe/experts.h"
+
+#include "base/dtype.h"
+#include "kernels/activation.h"
+#include "kernels/kernel_table.h"
+
+#include <string.h>
+
+/* Tokens go through the experts in chunks, so that the intermediates of a long prefill stay bounded. */
+#define CHUNK_BYTES ((int64_t)256 << 20)
+enum { kMinChunkTokens = 64 };
+
+typedef struct plan_t {
+    int32_t chunk_tokens;
+    int32_t *sorted_ids; /* [chunk*k] */
+    int32_t *num_post_padded;
+    int32_t *expert_offsets; /* [E+1] */
+    void *h;                 /* [chunk*k, f] of dtype */
+    float *slots;            /* [chunk*k, d]: weighted expert outputs */
+    void *align_workspace;
+    int64_t align_bytes;
+    void *gemm_workspace;
+    int64_t gemm_bytes;
+    int64_t bytes;
+} plan_t;
+
+static int32_t chunk_tokens(const epmoe_experts_args_t *args)
+{
+    int64_t token_bytes = (int64_t)args->top_k * ((int64_t)args->intermediate * epmoe_dtype_size(args->dtype) +
+                                                  (int64_t)args->hidden * (int64_t)sizeof(float));
+    int64_t tokens = epmoei_max64(CHUNK_BYTES / token_bytes, kMinChunkTokens);
+    return (int32_t)epmoei_min64(tokens, args->num_tokens);
+}
+
+static epmoe_align_args_t align_args(const epmoe_experts_args_t *args, const plan_t *plan, int32_t first,
+                                     int32_t tokens)
+{
+    epmoe_align_args_t align = EPMOE_ALIGN_ARGS_INIT;
+    align.backend = args->backend;
+    align.num_tokens = tokens;
+    align.top_k = args->top_k;
+    align.num_experts = args->num_experts;
+    align.block_size = 1;
+    align.ids = args->ids ? args->ids + (int64_t)first * args->top_k : NULL;
+    align.sorted_ids = plan->sorted_ids;
+    align.num_post_padded = plan->num_post_padded;
+    align.expert_offsets = plan->expert_offsets;
+    align.workspace = plan->align_workspace;
+    align.workspace_bytes = plan->align_bytes;
+    return align;
+}
+
+static epmoe_grouped_gemm_args_t gemm_args(const epmoe_experts_args_t *args, const plan_t *plan, int32_t first,
+                                           int32_t tokens)
+{
+    epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    gemm.backend = args->backend;
+    gemm.num_experts = args->num_experts;
+    gemm.max_rows = tokens * args->top_k;
+    gemm.num_slots = gemm.max_rows;
+    gemm.expert_offsets = plan->expert_offsets;
+    gemm.row_index = plan->sorted_ids;
+    gemm.row_weights = args->weights ? args->weights + (int64_t)first * args->top_k : NULL;
+    gemm.workspace = plan->gemm_workspace;
+    gemm.workspace_bytes = plan->gemm_bytes;
+    return gemm;
+}
+
+static epmoe_grouped_gemm_args_t gemm1_args(const epmoe_experts_args_t *args, const plan_t *plan, int32_t first,
+                                            int32_t tokens)
+{
+    epmoe_grouped_gemm_args_t gemm = gemm_args(args, plan, first, tokens);
+    gemm.n = 2 * args->intermediate;
+    gemm.k = args->hidden;
+    gemm.x_row_divisor = args->top_k;
+    gemm.x_dtype = args->dtype;
+    gemm.x = args->x ? (const char *)args->x + (int64_t)first * args->hidden * epmoe_dtype_size(args->dtype) : NULL;
+    gemm.weight = args->gate_up;
+    gemm.layout = args->layout;
+    gemm.bias = args->gate_up_bias;
+    gemm.activation = args->activation;
+    gemm.alpha = args->alpha;
+    gemm.limit = args->limit;
+    gemm.weight_on_input = args->weight_on_input;
+    if (!args->weight_on_input) gemm.row_weights = NULL;
+    gemm.y_dtype = args->dtype;
+    gemm.y = plan->h;
+    return gemm;
+}
+
+static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, const plan_t *plan, int32_t first,
+                                            int32_t tokens)
+{
+    epmoe_grouped_gemm_args_t gemm = gemm_args(args, plan, first, tokens);
+    gemm.n = args->hidden;
+    gemm.k = args->intermediate;
+    gemm.x_dtype = args->dtype;
+    gemm.x = plan->h;
+    gemm.weight = args->down;
+    gemm.bias = args->down_bias;
+    gemm.activation = EPMOE_ACTIVATION_NONE;
+    if (args->weight_on_input) gemm.row_weights = NULL;
+    gemm.y_dtype = EPMOE_F32;
+    gemm.y = plan->slots;
+    return gemm;
+}
+
+/* The one place where the workspace is laid out; base NULL counts. */
+static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, plan_t *plan)
+{
+    memset(plan, 0, sizeof *plan);
+    plan->chunk_tokens = chunk_tokens(args);
+    epmoe_align_args_t align = align_args(args, plan, 0, plan->chunk_tokens);
+    epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, 0, plan->chunk_tokens);
+    epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, 0, plan->chunk_tokens);
+    int64_t gemm1_bytes, gemm2_bytes;
+    EPMOEI_CHECK(epmoe_align_workspace_size(&align, &plan->align_bytes));
+    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm1, &gemm1_bytes));
+    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm2, &gemm2_bytes));
+    plan->gemm_bytes = epmoei_max64(gemm1_bytes, gemm2_bytes);
+
+    epmoei_arena_t arena = {base, 0};
+    int64_t slots = (int64_t)plan->chunk_tokens * args->top_k;
+    plan->sorted_ids = epmoei_carve(&arena, slots * 4);
+    plan->num_post_padded = epmoei_carve(&arena, 4);
+    plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
+    plan->h = epmoei_carve(&arena, slots * args->intermediate * epmoe_dtype_size(args->dtype));
+    plan->slots = epmoei_carve(&arena, slots * args->hidden * 4);
+    plan->align_workspace = epmoei_carve(&arena, plan->align_bytes);
+    plan->gemm_workspace = epmoei_carve(&arena, plan->gemm_bytes);
+    plan->bytes = arena.used;
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_experts_check_shape(const epmoe_experts_args_t *args, epmoe_experts_args_t *out)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "experts args"));
+    if (out->num_tokens < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_tokens is %d: expected at least 0", out->num_tokens);
+    if (out->top_k < 1 || out->top_k > EPMOE_MAX_TOP_K)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "top_k is %d: expected 1..%d", out->top_k, EPMOE_MAX_TOP_K);
+    if (out->hidden < 1 || out->intermediate < 1 || out->intermediate > INT32_MAX / 2)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "hidden is %d and intermediate is %d: expected at least 1",
+                           out->hidden, out->intermediate);
+    if (out->y_dtype == EPMOE_DTYPE_NONE) out->y_dtype = out->dtype;
+    if (!epmoei_dtype_is_float(out->dtype) || !epmoei_dtype_is_float(out->y_dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "dtype is %d and y_dtype is %d: expected F32, BF16 or F16",
+                           (int)out->dtype, (int)out->y_dtype);
+    if (out->weight_on_input != 0 && out->weight_on_input != 1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight_on_input is %d: expected 0 or 1",
+                           out->weight_on_input);
+    /* The rest is checked by the ops when the plan asks them for their workspaces. */
+    return epmoei_activation_check(out->activation, false, &out->alpha, &out->limit);
+}
+
+static epmoe_status_t check_pointers(const epmoe_experts_args_t *args)
+{
+    const struct {
+        const char *name;
+        const void *pointer;
+    } needed[] = {
+        {"x", args->x},
+        {"ids", args->ids},
+        {"weights", args->weights},
+        {"gate_up.data", args->gate_up.data},
+        {"y", args->y},
+        {"down.data", args->down.data},
+    };
+    for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
+        if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
+    if (args->y == args->x && epmoe_dtype_size(args->y_dtype) != epmoe_dtype_size(args->dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "y aliases x with y_dtype %s and dtype %s: expected equal sizes",
+                           epmoe_dtype_string(args->y_dtype), epmoe_dtype_string(args->dtype));
+    return EPMOE_OK;
+}
+
+/* On the CPU before anything is written; CUDA kernels treat such ids as unused and count them. */
+static epmoe_status_t check_ids(const epmoe_experts_args_t *args)
+{
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    if (backend != EPMOE_BACKEND_CPU) return EPMOE_OK;
+    int64_t slots = (int64_t)args->num_tokens * args->top_k;
+    for (int64_t s = 0; s < slots; s++)
+        if (args->ids[s] < -1 || args->ids[s] >= args->num_experts)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "ids[%lld,%lld] is %d: expected -1..%d",
+                               (long long)(s / args->top_k), (long long)(s % args->top_k), args->ids[s],
+                               args->num_experts - 1);
+    return EPMOE_OK;
+}
+
+static void add_stage(double *stage_us, epmoe_stage_t stage, double *since)
+{
+    double now = epmoei_now_seconds();
+    if (stage_us) stage_us[stage] += 1e6 * (now - *since);
+    *since = now;
+}
+
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, double *stage_us)
+{
+    if (args->num_tokens == 0) return EPMOE_OK;
+    plan_t plan;
+    EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
+    if (!args->workspace || args->workspace_bytes < plan.bytes)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
+                           args->workspace, (long long)args->workspace_bytes, (long long)plan.bytes);
+    double time = epmoei_now_seconds();
+    for (int32_t first = 0; first < args->num_tokens; first += plan.chunk_tokens) {
+        int32_t tokens = (int32_t)epmoei_min64(plan.chunk_tokens, args->num_tokens - first);
+        epmoe_align_args_t align = align_args(args, &plan, first, tokens);
+        EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
+        add_stage(stage_us, EPMOE_STAGE_ALIGN, &time);
+
+        epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, &plan, first, tokens);
+        EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, stream));
+        add_stage(stage_us, EPMOE_STAGE_GEMM1, &time);
+
+        epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, &plan, first, tokens);
+        EPMOEI_CHECK(epmoe_grouped_gemm(&gemm2, stream));
+        add_stage(stage_us, EPMOE_STAGE_GEMM2, &time);
+
+        epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;
+        sum.backend = args->backend;
+        sum.num_tokens = tokens;
+        sum.top_k = args->top_k;
+        sum.hidden = args->hidden;
+        sum.y_dtype = EPMOE_F32;
+        sum.out_dtype = args->y_dtype;
+        sum.y = plan.slots;
+        sum.ids = args->ids + (int64_t)first * args->top_k;
+        sum.out = (char *)args->y + (int64_t)first * args->hidden * epmoe_dtype_size(args->y_dtype);
+        EPMOEI_CHECK(epmoe_sum(&sum, stream));
+        add_stage(stage_us, EPMOE_STAGE_COMBINE, &time);
+    }
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes)
+{
+    if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
+    epmoe_experts_args_t checked;
+    plan_t plan;
+    EPMOEI_CHECK(epmoei_experts_check_shape(args, &checked));
+    EPMOEI_CHECK(plan_layout(NULL, &checked, &plan));
+    *bytes = checked.num_tokens ? plan.bytes : 0;
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream)
+{
+    epmoe_experts_args_t checked;
+    plan_t plan;
+    EPMOEI_CHECK(epmoei_experts_check_shape(args, &checked));
+    EPMOEI_CHECK(plan_layout(NULL, &checked, &plan));
+    if (checked.num_tokens == 0) return EPMOE_OK;
+    EPMOEI_CHECK(check_pointers(&checked));
+    EPMOEI_CHECK(check_ids(&checked));
+    return epmoei_experts_run(&checked, stream, NULL);
+}

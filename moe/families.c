@@ -1,0 +1,177 @@
+#include "moe/families.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char *const usual_rest_of_layer[] = {
+    "self_attn.",
+    "input_layernorm.",
+    "post_attention_layernorm.",
+    "pre_feedforward_layernorm.",
+    "post_feedforward_layernorm.",
+    NULL,
+};
+static const char *const usual_outside_layers[] = {"model.embed_tokens.", "model.norm.", "model.rotary_emb.",
+                                                   "lm_head.", NULL};
+static const char *const llama4_outside_layers[] = {"model.embed_tokens.",
+                                                    "model.norm.",
+                                                    "lm_head.",
+                                                    "language_model.model.embed_tokens.",
+                                                    "language_model.model.norm.",
+                                                    "language_model.lm_head.",
+                                                    "vision_model.",
+                                                    "multi_modal_projector.",
+                                                    NULL};
+
+#define PROJECTIONS(field, prefix)                                                                                     \
+    .field##_gate = prefix "gate_proj", .field##_up = prefix "up_proj", .field##_down = prefix "down_proj"
+#define SHARED(prefix)                                                                                                 \
+    .shared = prefix, .shared_gate_proj = prefix "gate_proj", .shared_up_proj = prefix "up_proj",                      \
+    .shared_down_proj = prefix "down_proj"
+#define STACKED .stacked_gate_up = "experts.gate_up_proj", .stacked_down = "experts.down_proj"
+#define REST    .rest_of_layer = usual_rest_of_layer, .outside_layers = usual_outside_layers
+
+static const epmoei_tensor_names_t mixtral_names = {
+    /* Exports with stacked experts may also carry the block under its newer name. */
+    .modules = {"block_sparse_moe.", "mlp."},
+    .router = "gate",
+    .experts = "experts.",
+    .expert_gate = "experts.%d.w1",
+    .expert_up = "experts.%d.w3",
+    .expert_down = "experts.%d.w2",
+    STACKED,
+    REST,
+};
+
+static const epmoei_tensor_names_t minimax_m2_names = {
+    .modules = {"block_sparse_moe.", "mlp."},
+    .router = "gate",
+    .selection_bias = "e_score_correction_bias",
+    .experts = "experts.",
+    .expert_gate = "experts.%d.w1",
+    .expert_up = "experts.%d.w3",
+    .expert_down = "experts.%d.w2",
+    STACKED,
+    REST,
+};
+
+static const epmoei_tensor_names_t qwen_names = {
+    .modules = {"mlp."},
+    .router = "gate",
+    .experts = "experts.",
+    PROJECTIONS(expert, "experts.%d."),
+    STACKED,
+    SHARED("shared_expert."),
+    .shared_gate = "shared_expert_gate",
+    .dense_module = "mlp.",
+    PROJECTIONS(dense, ""),
+    REST,
+};
+
+static const epmoei_tensor_names_t deepseek_names = {
+    .modules = {"mlp."},
+    .router = "gate",
+    .selection_bias = "gate.e_score_correction_bias",
+    .experts = "experts.",
+    PROJECTIONS(expert, "experts.%d."),
+    STACKED,
+    SHARED("shared_experts."),
+    .dense_module = "mlp.",
+    PROJECTIONS(dense, ""),
+    REST,
+};
+
+static const epmoei_tensor_names_t gpt_oss_names = {
+    .modules = {"mlp."},
+    .router = "router",
+    .router_bias = "router.bias",
+    .experts = "experts.",
+    STACKED,
+    REST,
+};
+
+static const epmoei_tensor_names_t llama4_names = {
+    .modules = {"feed_forward."},
+    .router = "router",
+    .experts = "experts.",
+    STACKED,
+    SHARED("shared_expert."),
+    .dense_module = "feed_forward.",
+    PROJECTIONS(dense, ""),
+    .rest_of_layer = usual_rest_of_layer,
+    .outside_layers = llama4_outside_layers,
+};
+
+#define LAYERS         .layers = "model.layers."
+#define ONE_GROUP      .routed_scale = 1, .n_group = 1, .topk_group = 1
+#define SOFTMAX_ROUTER .scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GREEDY, ONE_GROUP
+#define DEEPSEEK_COMMON                                                                                                \
+    LAYERS, .names = &deepseek_names, .dense_intermediate = "intermediate_size", .num_shared = "n_shared_experts"
+#define QWEN_COMMON                                                                                                    \
+    LAYERS, .names = &qwen_names, .dense_intermediate = "intermediate_size",                                           \
+            .shared_intermediate = "shared_expert_intermediate_size"
+#define LLAMA4_COMMON                                                                                                  \
+    .names = &llama4_names, .dense_intermediate = "intermediate_size_mlp", .stacked_transposed = true,                 \
+    .rule = {.scoring = EPMOE_SCORING_SIGMOID, .weight_on_input = 1, ONE_GROUP}
+
+static const epmoei_family_t families[] = {
+    {.model_types = {"mixtral"}, LAYERS, .names = &mixtral_names, .rule = {SOFTMAX_ROUTER, .renormalize = 1}},
+    {.model_types = {"minimax_m2"},
+     LAYERS,
+     .names = &minimax_m2_names,
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
+    {.model_types = {"qwen2_moe", "qwen3_moe", "olmoe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}},
+    {.model_types = {"deepseek_v2"},
+     DEEPSEEK_COMMON,
+     .rule = {.scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GROUP_LIMITED, ONE_GROUP}},
+    {.model_types = {"deepseek_v3"},
+     DEEPSEEK_COMMON,
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID,
+              .topk_method = EPMOEI_TOPK_NOAUX_TC,
+              .renormalize = 1,
+              .routed_scale = 2.5f,
+              .n_group = 8,
+              .topk_group = 4}},
+    {.model_types = {"kimi_k2", "glm4_moe"},
+     DEEPSEEK_COMMON,
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
+    {.model_types = {"dots1"},
+     DEEPSEEK_COMMON,
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, ONE_GROUP}},
+    {.model_types = {"gpt_oss"},
+     LAYERS,
+     .names = &gpt_oss_names,
+     .stacked_transposed = true,
+     .stacked_interleaved = true,
+     .expert_has_bias = true,
+     .rule = {.scoring = EPMOE_SCORING_TOPK_SOFTMAX,
+              ONE_GROUP,
+              .activation = EPMOE_ACTIVATION_SWIGLU_OAI,
+              .alpha = 1.702f,
+              .limit = 7}},
+    {.model_types = {"llama4_text"}, LAYERS, LLAMA4_COMMON},
+    {.model_types = {"llama4"},
+     .config_section = "text_config",
+     .layers = "language_model.model.layers.",
+     LLAMA4_COMMON},
+};
+#define FAMILY_COUNT (sizeof families / sizeof families[0])
+
+const epmoei_family_t *epmoei_family_find(const char *model_type)
+{
+    for (size_t i = 0; i < FAMILY_COUNT; i++)
+        for (int32_t j = 0; j < EPMOEI_FAMILY_LIST && families[i].model_types[j]; j++)
+            if (!strcmp(families[i].model_types[j], model_type)) return &families[i];
+    return NULL;
+}
+
+void epmoei_family_list(char *text, size_t size)
+{
+    size_t used = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < FAMILY_COUNT; i++)
+        for (int32_t j = 0; j < EPMOEI_FAMILY_LIST && families[i].model_types[j]; j++) {
+            if (used >= size) return;
+            used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", families[i].model_types[j]);
+        }
+}

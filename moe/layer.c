@@ -1,0 +1,128 @@
+#include "moe/layer.h"
+
+#include "base/dtype.h"
+#include "comm/comm.h"
+
+#include <string.h>
+
+/* Everything but max_tokens and capacity, which may differ per rank. */
+static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmoe_layer_config_t *config)
+{
+    const epmoei_agreed_t fields[] = {
+        {"hidden", config->hidden},
+        {"intermediate", config->intermediate},
+        {"num_experts", config->num_experts},
+        {"top_k", config->top_k},
+        {"scoring", config->scoring},
+        {"renormalize", config->renormalize},
+        {"routed_scale", (double)config->routed_scale},
+        {"n_group", config->n_group},
+        {"topk_group", config->topk_group},
+        {"group_score", config->group_score},
+        {"router_has_bias", config->router_has_bias},
+        {"has_selection_bias", config->has_selection_bias},
+        {"weight_on_input", config->weight_on_input},
+        {"activation", config->activation},
+        {"alpha", (double)config->alpha},
+        {"limit", (double)config->limit},
+        {"expert_has_bias", config->expert_has_bias},
+        {"shared_intermediate", config->shared_intermediate},
+        {"shared_gated", config->shared_gated},
+        {"dtype", config->dtype},
+        {"weight_format", config->weight_format},
+    };
+    return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
+}
+
+/* Sum over ranks of max_tokens, or this rank's capacity. Collective. */
+static epmoe_status_t find_max_rows(epmoe_layer_t *layer)
+{
+    int32_t size = epmoe_comm_size(layer->comm);
+    int64_t mine = layer->config.max_tokens, total = 0;
+    int64_t *all = epmoei_alloc((int64_t)size * 8);
+    epmoe_status_t status = epmoe_comm_agree(
+        layer->comm, all ? EPMOE_OK : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for %d ranks' sizes", size));
+    if (status == EPMOE_OK) status = epmoe_comm_all_gather(layer->comm, &mine, all, sizeof mine);
+    for (int32_t r = 0; status == EPMOE_OK && r < size; r++) total += all[r];
+    epmoei_free(all);
+    layer->max_rows = layer->config.capacity ? epmoei_min64(layer->config.capacity, total) : total;
+    return status;
+}
+
+static epmoe_status_t make_workspace(epmoe_layer_t *layer)
+{
+    epmoei_layer_workspace_t *workspace = &layer->workspace;
+    EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &layer->config, layer->backend, layer->local_experts,
+                                               layer->max_rows, workspace));
+    EPMOEI_CHECK(epmoei_alloc_for(&layer->workspace_memory, workspace->bytes, "the layer's workspace"));
+    return epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend, layer->local_experts,
+                                         layer->max_rows, workspace);
+}
+
+static epmoe_status_t make_ep(epmoe_layer_t *layer)
+{
+    if (!layer->config.num_experts) return EPMOE_OK;
+    epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
+    ep.num_experts = layer->config.num_experts;
+    ep.top_k = layer->config.top_k;
+    ep.hidden = layer->config.hidden;
+    ep.max_tokens = layer->config.max_tokens;
+    ep.dtype = layer->config.dtype;
+    ep.capacity = layer->config.capacity;
+    return epmoe_ep_create(layer->comm, &ep, &layer->ep);
+}
+
+epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm_t *comm, epmoe_layer_t **out)
+{
+    if (!out) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
+    *out = NULL;
+    epmoe_comm_t *own_comm = NULL;
+    if (!comm) {
+        EPMOEI_CHECK(epmoe_comm_create(NULL, NULL, &own_comm));
+        comm = own_comm;
+    }
+    /* From here on every rank goes through the same collectives, whatever fails locally. */
+    epmoe_layer_config_t checked = EPMOE_LAYER_CONFIG_INIT;
+    epmoe_layer_t *layer = epmoei_calloc((int64_t)sizeof *layer);
+    epmoe_status_t status = layer ? epmoei_layer_config_check(config, &checked)
+                                  : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a layer");
+    status = agree(comm, status, &checked);
+    if (status != EPMOE_OK) goto fail;
+
+    layer->config = checked;
+    layer->comm = comm;
+    layer->own_comm = own_comm;
+    layer->backend = comm->backend;
+    EPMOEI_CHECK_GOTO(epmoe_expert_range(checked.num_experts, epmoe_comm_size(comm), epmoe_comm_rank(comm),
+                                         &layer->first_expert, &layer->local_experts),
+                      fail);
+    EPMOEI_CHECK_GOTO(find_max_rows(layer), fail);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, make_workspace(layer)), fail);
+    EPMOEI_CHECK_GOTO(make_ep(layer), fail);
+    *out = layer;
+    return EPMOE_OK;
+
+fail:
+    if (layer) {
+        epmoei_free(layer->workspace_memory);
+        epmoei_free(layer);
+    }
+    epmoe_comm_destroy(own_comm);
+    return status;
+}
+
+void epmoe_layer_destroy(epmoe_layer_t *layer)
+{
+    if (!layer) return;
+    epmoe_ep_destroy(layer->ep);
+    epmoei_free(layer->weights_memory);
+    epmoei_free(layer->workspace_memory);
+    epmoe_comm_destroy(layer->own_comm);
+    epmoei_free(layer);
+}
+
+const char *epmoe_stage_string(epmoe_stage_t stage)
+{
+    static const char *const names[] = {"router", "align", "dispatch", "gemm1", "act", "gemm2", "combine", "shared"};
+    return (int32_t)stage >= 0 && stage < EPMOE_STAGE_COUNT ? names[stage] : "none";
+}

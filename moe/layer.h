@@ -1,0 +1,72 @@
+/* The layer object. Weights and workspace are each one allocation, carved by one layout function. */
+#ifndef EPMOEI_LAYER_H
+#define EPMOEI_LAYER_H
+
+#include "base/base.h"
+#include "moe/checkpoint.h"
+
+/* Where this rank's weights are. Formats are those of the source; NONE for what the layer does not have. */
+typedef struct epmoei_layer_formats_t {
+    epmoe_dtype_t router;
+    epmoe_format_t gate_up;
+    epmoe_format_t down;
+    epmoe_format_t shared_gate_up;
+    epmoe_format_t shared_down;
+} epmoei_layer_formats_t;
+
+typedef struct epmoei_packed_weights_t {
+    epmoei_layer_formats_t formats;
+    void *router;          /* [E,d] */
+    float *router_bias;    /* [E] or NULL */
+    float *selection_bias; /* [E] or NULL */
+    void *gate_up;         /* [El,2f,d], gate rows first */
+    void *down;            /* [El,d,f] */
+    float *gate_up_bias;   /* [El,2f] or NULL */
+    float *down_bias;      /* [El,d] or NULL */
+    void *shared_gate_up;  /* [2fs,d] */
+    void *shared_down;     /* [d,fs] */
+    void *shared_gate;     /* [d] or NULL, of the router's dtype */
+} epmoei_packed_weights_t;
+
+/* What forward needs besides its arguments. */
+typedef struct epmoei_layer_workspace_t {
+    float *logits;           /* [max_tokens,E] */
+    int32_t *ids;            /* [max_tokens,k] */
+    float *weights;          /* [max_tokens,k] */
+    float *shared;           /* [max_tokens,d]: the shared expert's output */
+    void *shared_h;          /* [max_tokens,fs] of dtype */
+    float *shared_gate;      /* [max_tokens] logits, then sigmoids */
+    int32_t *shared_offsets; /* [2] = {0, T}: every dense product is a grouped one with one group */
+    void *experts_workspace;
+    int64_t experts_bytes;
+    void *gemm_workspace; /* of the router's and the shared expert's products */
+    int64_t gemm_bytes;
+    int64_t bytes;
+} epmoei_layer_workspace_t;
+
+struct epmoe_layer {
+    epmoe_layer_config_t config; /* normalised */
+    epmoe_comm_t *comm;
+    epmoe_comm_t *own_comm; /* made for a caller without one */
+    epmoe_ep_t *ep;         /* NULL for a dense MLP */
+    epmoe_backend_t backend;
+    int32_t first_expert;
+    int32_t local_experts;
+    int64_t max_rows; /* most rows a dispatch can bring here */
+    epmoei_layer_workspace_t workspace;
+    void *workspace_memory;
+    bool has_weights;
+    epmoei_packed_weights_t weights;
+    void *weights_memory;
+};
+
+/* Checks and fills defaults. */
+epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);
+
+/* Carves; base NULL counts. max_rows: most rows that the experts of this rank may get in one forward. */
+epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                             int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out);
+int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, int32_t local_experts,
+                                    const epmoei_layer_formats_t *formats, epmoei_packed_weights_t *out);
+
+#endif

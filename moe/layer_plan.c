@@ -1,0 +1,227 @@
+#include "moe/layer.h"
+
+#include "base/dtype.h"
+#include "comm/comm.h"
+#include "kernels/activation.h"
+#include "moe/experts.h"
+
+#include <string.h>
+
+static epmoe_status_t check_range(const char *name, int64_t value, int64_t lo, int64_t hi)
+{
+    if (value >= lo && value <= hi) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.%s is %lld: expected %lld..%lld", name, (long long)value,
+                       (long long)lo, (long long)hi);
+}
+
+static epmoe_status_t check_router(epmoe_layer_config_t *config)
+{
+    EPMOEI_CHECK(check_range("top_k", config->top_k, 1, epmoei_min64(config->num_experts, EPMOE_MAX_TOP_K)));
+    EPMOEI_CHECK(check_range("intermediate", config->intermediate, 1, INT32_MAX / 2));
+    EPMOEI_CHECK(check_range("scoring", config->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_TOPK_SOFTMAX));
+    EPMOEI_CHECK(check_range("group_score", config->group_score, EPMOE_GROUP_SCORE_TOP2, EPMOE_GROUP_SCORE_MAX));
+    if (config->routed_scale == 0.0f) config->routed_scale = 1.0f;
+    if (!(config->routed_scale > 0.0f && config->routed_scale < 3e38f))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.routed_scale is %g: expected a positive number",
+                           (double)config->routed_scale);
+    if (config->n_group == 0) config->n_group = 1;
+    EPMOEI_CHECK(check_range("n_group", config->n_group, 1, config->num_experts));
+    if (config->topk_group == 0) config->topk_group = config->n_group;
+    EPMOEI_CHECK(check_range("topk_group", config->topk_group, 1, config->n_group));
+    if (config->num_experts % config->n_group)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config.num_experts is %d: expected a multiple of n_group (%d)", config->num_experts,
+                           config->n_group);
+    int32_t candidates = config->num_experts / config->n_group * config->topk_group;
+    if (config->top_k > candidates)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config.top_k is %d: expected at most %d, the experts of topk_group groups", config->top_k,
+                           candidates);
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, config, "config"));
+    EPMOEI_CHECK(check_range("hidden", out->hidden, 1, INT32_MAX / 2));
+    EPMOEI_CHECK(check_range("num_experts", out->num_experts, 0, EPMOE_MAX_EXPERTS));
+    EPMOEI_CHECK(check_range("shared_intermediate", out->shared_intermediate, 0, INT32_MAX / 2));
+    const struct {
+        const char *name;
+        int32_t value;
+    } flags[] = {{"renormalize", out->renormalize},
+                 {"router_has_bias", out->router_has_bias},
+                 {"has_selection_bias", out->has_selection_bias},
+                 {"weight_on_input", out->weight_on_input},
+                 {"expert_has_bias", out->expert_has_bias},
+                 {"shared_gated", out->shared_gated}};
+    for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++)
+        EPMOEI_CHECK(check_range(flags[i].name, flags[i].value, 0, 1));
+    if (out->num_experts) EPMOEI_CHECK(check_router(out));
+    if (!out->num_experts && !out->shared_intermediate)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config has neither num_experts nor shared_intermediate: expected at least one");
+    if (out->shared_gated && !out->shared_intermediate)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.shared_gated is 1 without shared_intermediate");
+    EPMOEI_CHECK(epmoei_activation_check(out->activation, false, &out->alpha, &out->limit));
+    if (out->dtype == EPMOE_DTYPE_NONE) out->dtype = EPMOE_BF16;
+    if (!epmoei_dtype_is_float(out->dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is %d: expected F32, BF16 or F16",
+                           (int)out->dtype);
+    if (out->weight_format == EPMOE_FORMAT_NONE) out->weight_format = epmoei_format_of_dtype(out->dtype);
+    if (epmoei_dtype_of_format(out->weight_format) == EPMOE_DTYPE_NONE)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "config.weight_format is %s: this version computes bf16, fp16, fp32",
+                           epmoe_format_string(out->weight_format));
+    if (out->max_tokens == 0) out->max_tokens = 4096;
+    EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
+    return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
+}
+
+/* The largest workspace of the products that see all of this rank's tokens: router, shared expert and its gate. */
+static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend, int64_t *bytes)
+{
+    const struct {
+        int32_t n;
+        int32_t k;
+        epmoe_activation_t activation;
+    } shapes[] = {
+        {config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE},
+        {2 * config->shared_intermediate, config->hidden, config->activation},
+        {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE},
+        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_NONE},
+    };
+    *bytes = 0;
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        if (!shapes[i].n) continue;
+        epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
+        gemm.backend = backend;
+        gemm.num_experts = 1;
+        gemm.n = shapes[i].n;
+        gemm.k = shapes[i].k;
+        gemm.max_rows = config->max_tokens;
+        gemm.x_dtype = config->dtype;
+        gemm.y_dtype = EPMOE_F32;
+        gemm.weight.format = config->weight_format;
+        gemm.activation = shapes[i].activation;
+        gemm.alpha = config->alpha;
+        gemm.limit = config->limit;
+        int64_t needed;
+        EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, &needed));
+        *bytes = epmoei_max64(*bytes, needed);
+    }
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                             int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out)
+{
+    epmoei_layer_workspace_t workspace = {0};
+    if (max_rows > INT32_MAX / epmoei_max64(config->top_k, 1))
+        return epmoei_fail(
+            EPMOE_ERROR_INVALID_ARGUMENT,
+            "a dispatch may bring %lld rows here: expected at most %lld; lower max_tokens or set capacity",
+            (long long)max_rows, (long long)(INT32_MAX / epmoei_max64(config->top_k, 1)));
+    EPMOEI_CHECK(dense_gemm_bytes(config, backend, &workspace.gemm_bytes));
+    if (local_experts) {
+        epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
+        experts.backend = backend;
+        experts.num_tokens = (int32_t)max_rows;
+        experts.top_k = config->top_k;
+        experts.num_experts = local_experts;
+        experts.hidden = config->hidden;
+        experts.intermediate = config->intermediate;
+        experts.dtype = config->dtype;
+        experts.gate_up.format = config->weight_format;
+        experts.down.format = config->weight_format;
+        experts.activation = config->activation;
+        EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
+    }
+
+    epmoei_arena_t arena = {base, 0};
+    int64_t tokens = config->max_tokens;
+    workspace.logits = epmoei_carve(&arena, tokens * config->num_experts * 4);
+    workspace.ids = epmoei_carve(&arena, tokens * config->top_k * 4);
+    workspace.weights = epmoei_carve(&arena, tokens * config->top_k * 4);
+    workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
+    workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
+    workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
+    workspace.shared_offsets = epmoei_carve(&arena, 2 * 4);
+    workspace.experts_workspace = epmoei_carve(&arena, workspace.experts_bytes);
+    workspace.gemm_workspace = epmoei_carve(&arena, workspace.gemm_bytes);
+    workspace.bytes = arena.used;
+    *out = workspace;
+    return EPMOE_OK;
+}
+
+static void *carve_weight(epmoei_arena_t *arena, epmoe_format_t format, int64_t elements)
+{
+    return format == EPMOE_FORMAT_NONE || elements == 0
+               ? NULL
+               : epmoei_carve(arena, elements * epmoe_dtype_size(epmoei_dtype_of_format(format)));
+}
+
+static float *carve_bias(epmoei_arena_t *arena, int32_t present, int64_t elements)
+{
+    return present ? epmoei_carve(arena, elements * 4) : NULL;
+}
+
+int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, int32_t local_experts,
+                                    const epmoei_layer_formats_t *formats, epmoei_packed_weights_t *out)
+{
+    epmoei_arena_t arena = {base, 0};
+    int64_t d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
+    int64_t num_experts = config->num_experts;
+    int64_t router_size = epmoe_dtype_size(formats->router);
+    memset(out, 0, sizeof *out);
+    out->formats = *formats;
+    if (num_experts) {
+        out->router = epmoei_carve(&arena, num_experts * d * router_size);
+        out->router_bias = carve_bias(&arena, config->router_has_bias, num_experts);
+        out->selection_bias = carve_bias(&arena, config->has_selection_bias, num_experts);
+        out->gate_up = carve_weight(&arena, formats->gate_up, local_experts * 2 * f * d);
+        out->down = carve_weight(&arena, formats->down, local_experts * d * f);
+        out->gate_up_bias = carve_bias(&arena, config->expert_has_bias, local_experts * 2 * f);
+        out->down_bias = carve_bias(&arena, config->expert_has_bias, local_experts * d);
+    }
+    out->shared_gate_up = carve_weight(&arena, formats->shared_gate_up, 2 * fs * d);
+    out->shared_down = carve_weight(&arena, formats->shared_down, d * fs);
+    if (config->shared_gated) out->shared_gate = epmoei_carve(&arena, d * router_size);
+    return arena.used;
+}
+
+epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
+                                  epmoe_layer_memory_t *memory)
+{
+    epmoe_layer_config_t checked;
+    epmoe_backend_t backend;
+    epmoei_packed_weights_t weights;
+    epmoei_layer_workspace_t workspace;
+    epmoe_layer_memory_t result = EPMOE_LAYER_MEMORY_INIT;
+    EPMOEI_CHECK(epmoei_layer_config_check(config, &checked));
+    EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
+    EPMOEI_CHECK(epmoe_expert_range(checked.num_experts, size, rank, &result.first_expert, &result.local_experts));
+    bool shared = checked.shared_intermediate > 0;
+    epmoei_layer_formats_t formats = {
+        .router = epmoei_dtype_of_format(checked.weight_format),
+        .gate_up = checked.weight_format,
+        .down = checked.weight_format,
+        .shared_gate_up = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
+        .shared_down = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
+    };
+    int64_t max_rows = checked.capacity ? checked.capacity : (int64_t)checked.max_tokens * size;
+    result.weight_bytes = epmoei_layer_weights_layout(NULL, &checked, result.local_experts, &formats, &weights);
+    EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows, &workspace));
+    result.workspace_bytes = workspace.bytes;
+    if (checked.num_experts) {
+        epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
+        ep.num_experts = checked.num_experts;
+        ep.top_k = checked.top_k;
+        ep.hidden = checked.hidden;
+        ep.max_tokens = checked.max_tokens;
+        ep.dtype = checked.dtype;
+        ep.capacity = checked.capacity;
+        EPMOEI_CHECK(epmoe_ep_buffer_size(&ep, size, max_rows, &result.comm_bytes));
+    }
+    return epmoei_return_sized(memory, &result, sizeof result, "memory");
+}

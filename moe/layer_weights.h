@@ -1,0 +1,26 @@
+/* Weights into the layer: from a caller's arrays, a checkpoint, or the random generator. The first two are sources of
+ * views (moe/checkpoint.h) that one builder copies, an expert at a time, into the packed layout. */
+#ifndef EPMOEI_LAYER_WEIGHTS_H
+#define EPMOEI_LAYER_WEIGHTS_H
+
+#include "moe/layer.h"
+
+/* Where a build takes its views from. */
+typedef struct epmoei_weights_source_t {
+    epmoe_status_t (*layer)(const void *ctx, epmoei_layer_source_t *out);
+    epmoe_status_t (*expert)(const void *ctx, int32_t local_expert, epmoei_expert_source_t *out);
+    const void *ctx;
+    const epmoe_load_options_t *options; /* or NULL */
+} epmoei_weights_source_t;
+
+/* Checks every view against the layer's config, then copies. borrow_matrices: the expert matrices are checked but
+ * neither allocated nor copied. On failure the layer may have lost its old weights; has_weights says so. */
+epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_weights_source_t *source,
+                                          bool borrow_matrices);
+/* Replaces the layer's weights by uninitialised memory for these formats. */
+epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_layer_formats_t *formats);
+void epmoei_layer_drop_weights(epmoe_layer_t *layer);
+/* Address of an element of a packed matrix; NULL stays NULL. */
+char *epmoei_weight_element(void *base, epmoe_format_t format, int64_t index);
+
+#endif

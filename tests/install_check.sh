@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Installs a build to a fresh prefix and uses nothing but that: the examples by find_package, by pkg-config, against the
+# shared and the static libraries, and the installed programs. The prefix is moved first: nothing may hold its path.
+#   install_check.sh SOURCE_DIR BUILD_DIR
+set -euo pipefail
+source=$1 build=$2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+cmake --install "$build" --prefix "$work/first" >"$work/log"
+mv "$work/first" "$work/prefix"
+prefix=$work/prefix
+cp -r "$source/examples" "$work/examples"
+cd "$work"
+
+fail() {
+    printf 'install check: %s\n' "$*" >&2
+    exit 1
+}
+if grep -rlF -e "$build" -e "$source" -e "$work/first" "$prefix" --include='*.cmake' --include='*.pc' --include='*.h'; then
+    fail 'the files above hold a path of the build'
+fi
+
+# mpirun as testing needs it on any machine: as root, with fewer cores than ranks, with a small /dev/shm.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+two() { timeout 120 mpirun --oversubscribe --bind-to none -np 2 "$@"; }
+
+echo '-- find_package'
+if ! { cmake -S examples -B by_cmake -DCMAKE_PREFIX_PATH="$prefix" && cmake --build by_cmake; } >>log 2>&1; then
+    cat log >&2
+    fail 'the examples do not build by find_package'
+fi
+by_cmake/one_rank
+by_cmake/one_rank_static
+by_cmake/ops
+has_mpi=0
+if [ -e "$prefix/include/epmoe/epmoe_mpi.h" ]; then
+    has_mpi=1
+    two by_cmake/two_ranks
+fi
+if readelf -d by_cmake/one_rank_static | grep -q 'NEEDED.*libepmoe'; then fail 'one_rank_static needs libepmoe.so'; fi
+readelf -d by_cmake/one_rank | grep -q 'NEEDED.*libepmoe.so' || fail 'one_rank does not need libepmoe.so'
+
+echo '-- pkg-config'
+PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name epmoe.pc)")
+libdir=$(dirname "$PKG_CONFIG_PATH")
+export PKG_CONFIG_PATH LD_LIBRARY_PATH=$libdir
+read -ra flags <<<"$(pkg-config --cflags --libs epmoe)"
+read -ra private <<<"$(pkg-config --static --libs epmoe | sed 's/-lepmoe *//')"
+"${CC:-cc}" -std=c11 examples/one_rank.c -o one_rank "${flags[@]}" -lm
+./one_rank
+"${CC:-cc}" -std=c11 examples/one_rank.c -o one_rank_static "${flags[0]}" "$libdir/libepmoe.a" "${private[@]}"
+./one_rank_static
+"${CXX:-c++}" -std=c++17 examples/ops.cpp -o ops "${flags[@]}"
+./ops
+if [ $has_mpi = 1 ]; then
+    read -ra flags <<<"$(pkg-config --cflags --libs epmoe_mpi)"
+    mpicc -std=c11 examples/two_ranks.c -o two_ranks "${flags[@]}" -lm
+    two ./two_ranks
+fi
+
+echo '-- installed programs'
+"$prefix/bin/moe_layer_bench" --list-models >/dev/null
+"$prefix/bin/moe_tool" --help >/dev/null
+echo 'install check: ok'

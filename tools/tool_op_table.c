@@ -1,0 +1,311 @@
+#include "tools/tool_op.h"
+
+#include "base/dtype.h"
+
+#define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
+
+#define SCORINGS     "softmax,sigmoid,sqrtsoftplus,topk_softmax" /* = epmoe_scoring_t */
+#define GROUP_SCORES "top2,max"                                  /* = epmoe_group_score_t */
+#define ACTIVATIONS  "silu,gelu,gelu_tanh,swiglu_oai"            /* = epmoe_activation_t */
+#define BOOLEAN      "0,1"
+
+#define FORMATS "bf16,fp16,fp32,fp8_block,gptq,awq,ct,mxfp4"
+static const epmoe_format_t formats[] = {EPMOE_FORMAT_BF16,      EPMOE_FORMAT_F16,  EPMOE_FORMAT_F32,
+                                         EPMOE_FORMAT_FP8_BLOCK, EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ,
+                                         EPMOE_FORMAT_CT_W4,     EPMOE_FORMAT_MXFP4};
+
+/* NONE: as the tensor is stored. */
+static epmoe_format_t wanted_format(const op_context_t *context)
+{
+    return op_has(context, "format") ? formats[op_number(context, "format")] : EPMOE_FORMAT_NONE;
+}
+
+static epmoe_status_t check_format(const op_context_t *context)
+{
+    epmoe_format_t format = wanted_format(context);
+    if (op_number(context, "act") && format != EPMOE_FORMAT_FP8_BLOCK)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "act is fp8: expected none, or format=fp8_block");
+    if (format != EPMOE_FORMAT_NONE && epmoei_dtype_of_format(format) == EPMOE_DTYPE_NONE)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "format is %s: this version computes with bf16, fp16 and fp32",
+                           epmoe_format_string(format));
+    return EPMOE_OK;
+}
+
+static epmoe_status_t run_topk(op_context_t *context)
+{
+    const op_value_t *logits = op_tensor(context, "logits");
+    epmoe_topk_args_t args = EPMOE_TOPK_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_tokens = op_dim(context, 'T');
+    args.num_experts = op_dim(context, 'E');
+    args.top_k = op_number(context, "k");
+    args.logits_dtype = logits->dtype;
+    args.logits = logits->data;
+    args.selection_bias = op_tensor(context, "bias")->data;
+    args.scoring = (epmoe_scoring_t)op_number(context, "scoring");
+    args.renormalize = op_number(context, "renormalize");
+    args.scale = op_real(context, "scale");
+    args.n_group = op_number(context, "n_group");
+    args.topk_group = op_number(context, "topk_group");
+    args.group_score = (epmoe_group_score_t)op_number(context, "group_score");
+    /* Before memory of that size is asked for. */
+    if (args.top_k > args.num_experts || args.top_k > EPMOE_MAX_TOP_K)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "k is %d: expected 1 to %d (E is %d)", args.top_k,
+                           args.num_experts < EPMOE_MAX_TOP_K ? args.num_experts : EPMOE_MAX_TOP_K, args.num_experts);
+    args.ids = op_output(context, "ids", EPMOE_I32, OP_SHAPE(args.num_tokens, args.top_k));
+    args.weights = op_output(context, "weights", EPMOE_F32, OP_SHAPE(args.num_tokens, args.top_k));
+    return args.ids && args.weights ? epmoe_topk(&args, NULL) : NO_MEMORY;
+}
+
+static epmoe_status_t run_align(op_context_t *context)
+{
+    epmoe_align_args_t args = EPMOE_ALIGN_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_tokens = op_dim(context, 'T');
+    args.top_k = op_dim(context, 'k');
+    args.num_experts = op_number(context, "num_experts");
+    args.block_size = op_number(context, "block");
+    args.ids = op_tensor(context, "ids")->data;
+    args.expert_map = op_tensor(context, "expert_map")->data;
+    int64_t padded = epmoe_align_max_padded(args.num_tokens, args.top_k, args.num_experts, args.block_size);
+    if (padded < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "num_experts is %d, block is %d, ids is [%d,%d]: expected 1 to %d experts and at most %d "
+                           "padded rows",
+                           args.num_experts, args.block_size, args.num_tokens, args.top_k, EPMOE_MAX_EXPERTS,
+                           INT32_MAX);
+    EPMOEI_CHECK(epmoe_align_workspace_size(&args, &args.workspace_bytes));
+    args.workspace = op_scratch(context, args.workspace_bytes);
+    args.sorted_ids = op_output(context, "sorted_ids", EPMOE_I32, OP_SHAPE(padded));
+    args.expert_ids = op_output(context, "expert_ids", EPMOE_I32, OP_SHAPE(padded / args.block_size));
+    args.num_post_padded = op_output(context, "num_post_padded", EPMOE_I32, OP_SHAPE(1));
+    if (!args.workspace || !args.sorted_ids || !args.expert_ids || !args.num_post_padded) return NO_MEMORY;
+    return epmoe_align_block_size(&args, NULL);
+}
+
+/* The weight of one projection: plain formats only; a given format must be the one the tensor is stored in. */
+static epmoe_status_t take_weight(const op_context_t *context, const char *name, epmoe_weight_t *weight)
+{
+    const op_value_t *tensor = op_tensor(context, name);
+    epmoe_format_t stored = epmoei_format_of_dtype(tensor->dtype);
+    epmoe_format_t wanted = wanted_format(context);
+    if (wanted != EPMOE_FORMAT_NONE && wanted != stored)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s' is stored as %s: expected %s, as format says",
+                           name, epmoe_format_string(stored), epmoe_format_string(wanted));
+    *weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+    weight->format = stored;
+    weight->data = tensor->data;
+    return EPMOE_OK;
+}
+
+/* expert_offsets[e] = rows before expert e. */
+static epmoe_status_t sum_counts(const int32_t *counts, int32_t num_experts, int32_t rows, int32_t *offsets)
+{
+    int64_t sum = 0;
+    offsets[0] = 0;
+    for (int32_t e = 0; e < num_experts; e++) {
+        if (counts[e] < 0)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "counts[%d] is %d: expected 0 or more", e, counts[e]);
+        sum += counts[e];
+        if (sum > rows)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                               "counts sum to %lld at expert %d: expected at most the %d rows of x", (long long)sum, e,
+                               rows);
+        offsets[e + 1] = (int32_t)sum;
+    }
+    return EPMOE_OK;
+}
+
+static epmoe_status_t run_grouped_gemm(op_context_t *context)
+{
+    const op_value_t *x = op_tensor(context, "x");
+    epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_experts = op_dim(context, 'E');
+    args.n = op_dim(context, 'N');
+    args.k = op_dim(context, 'K');
+    args.max_rows = op_dim(context, 'R');
+    args.x_dtype = x->dtype;
+    args.x = x->data;
+    args.activation = EPMOE_ACTIVATION_NONE;
+    EPMOEI_CHECK(take_weight(context, "w", &args.weight));
+    int32_t *offsets = op_scratch(context, ((int64_t)args.num_experts + 1) * 4);
+    if (!offsets) return NO_MEMORY;
+    EPMOEI_CHECK(sum_counts(op_tensor(context, "counts")->data, args.num_experts, args.max_rows, offsets));
+    args.expert_offsets = offsets;
+    args.y_dtype = x->dtype;
+    /* Rows past the last group are not the op's to write: in the file they are the zeros that were there before. */
+    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.max_rows, args.n));
+    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes));
+    args.workspace = op_scratch(context, args.workspace_bytes);
+    return args.y && args.workspace ? epmoe_grouped_gemm(&args, NULL) : NO_MEMORY;
+}
+
+static epmoe_status_t run_experts(op_context_t *context)
+{
+    const op_value_t *x = op_tensor(context, "x");
+    epmoe_experts_args_t args = EPMOE_EXPERTS_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_tokens = op_dim(context, 'T');
+    args.top_k = op_dim(context, 'k');
+    args.num_experts = op_dim(context, 'E');
+    args.hidden = op_dim(context, 'd');
+    args.intermediate = op_dim(context, 'f');
+    args.dtype = x->dtype;
+    args.x = x->data;
+    args.ids = op_tensor(context, "ids")->data;
+    args.weights = op_tensor(context, "weights")->data;
+    EPMOEI_CHECK(take_weight(context, "w13", &args.gate_up));
+    EPMOEI_CHECK(take_weight(context, "w2", &args.down));
+    args.gate_up_bias = op_tensor(context, "b13")->data;
+    args.down_bias = op_tensor(context, "b2")->data;
+    args.activation = (epmoe_activation_t)op_number(context, "activation");
+    args.alpha = op_real(context, "alpha");
+    args.limit = op_real(context, "limit");
+    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.num_tokens, args.hidden));
+    EPMOEI_CHECK(epmoe_experts_workspace_size(&args, &args.workspace_bytes));
+    args.workspace = op_scratch(context, args.workspace_bytes);
+    return args.y && args.workspace ? epmoe_experts(&args, NULL) : NO_MEMORY;
+}
+
+static epmoe_status_t run_silu_and_mul(op_context_t *context)
+{
+    const op_value_t *x = op_tensor(context, "x");
+    epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_tokens = op_dim(context, 'T');
+    args.width = op_dim(context, 'd');
+    args.dtype = x->dtype;
+    args.x = x->data;
+    args.activation = (epmoe_activation_t)op_number(context, "activation");
+    args.alpha = op_real(context, "alpha");
+    args.limit = op_real(context, "limit");
+    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.num_tokens, args.width));
+    return args.y ? epmoe_silu_and_mul(&args, NULL) : NO_MEMORY;
+}
+
+static epmoe_status_t run_sum(op_context_t *context)
+{
+    const op_value_t *y = op_tensor(context, "y");
+    epmoe_sum_args_t args = EPMOE_SUM_ARGS_INIT;
+    args.backend = op_backend(context);
+    args.num_tokens = op_dim(context, 'T');
+    args.top_k = op_dim(context, 'k');
+    args.hidden = op_dim(context, 'd');
+    args.y_dtype = y->dtype;
+    args.y = y->data;
+    args.weights = op_tensor(context, "weights")->data;
+    args.out = op_output(context, "out", y->dtype, OP_SHAPE(args.num_tokens, args.hidden));
+    return args.out ? epmoe_sum(&args, NULL) : NO_MEMORY;
+}
+
+static const op_tensor_t topk_tensors[] = {
+    {.name = "logits", .shape = "T,E", .kind = OP_FLOAT},
+    {.name = "bias", .shape = "E", .kind = OP_F32, .optional = true},
+    {0},
+};
+static const op_key_t topk_keys[] = {
+    {.name = "k", .kind = OP_COUNT, .required = true},
+    {.name = "scoring", .kind = OP_CHOICE, .choices = SCORINGS, .initial = "softmax"},
+    {.name = "renormalize", .kind = OP_CHOICE, .choices = BOOLEAN, .initial = "0"},
+    {.name = "scale", .kind = OP_REAL, .initial = "1"},
+    {.name = "n_group", .kind = OP_COUNT, .initial = "1"},
+    {.name = "topk_group", .kind = OP_COUNT},
+    {.name = "group_score", .kind = OP_CHOICE, .choices = GROUP_SCORES, .initial = "top2"},
+    {0},
+};
+
+static const op_tensor_t align_tensors[] = {
+    {.name = "ids", .shape = "T,k", .kind = OP_INDEX},
+    {.name = "expert_map", .shape = "E", .kind = OP_INDEX, .optional = true},
+    {0},
+};
+static const op_key_t align_keys[] = {
+    {.name = "num_experts", .kind = OP_COUNT, .required = true, .dim = 'E'},
+    {.name = "block", .kind = OP_COUNT, .initial = "1"},
+    {0},
+};
+
+#define FORMAT_KEYS                                                                                                    \
+    {.name = "format", .kind = OP_CHOICE, .choices = FORMATS}, {.name = "group", .kind = OP_GROUP, .initial = "128"},  \
+        {.name = "zero_convention", .kind = OP_CHOICE, .choices = "v1,v2", .initial = "v1"},                           \
+    {                                                                                                                  \
+        .name = "act", .kind = OP_CHOICE, .choices = "none,fp8", .initial = "none"                                     \
+    }
+
+static const op_tensor_t grouped_gemm_tensors[] = {
+    {.name = "x", .shape = "R,K", .kind = OP_FLOAT},
+    {.name = "counts", .shape = "E", .kind = OP_INDEX},
+    {.name = "w", .alias = "weight", .shape = "E,N,K", .kind = OP_FLOAT},
+    {0},
+};
+static const op_key_t grouped_gemm_keys[] = {FORMAT_KEYS, {0}};
+
+#define ACTIVATION_KEYS                                                                                                \
+    {.name = "activation", .kind = OP_CHOICE, .choices = ACTIVATIONS, .initial = "silu"},                              \
+        {.name = "alpha", .kind = OP_REAL},                                                                            \
+    {                                                                                                                  \
+        .name = "limit", .kind = OP_POSITIVE                                                                           \
+    }
+
+static const op_tensor_t experts_tensors[] = {
+    {.name = "x", .shape = "T,d", .kind = OP_FLOAT},
+    {.name = "ids", .shape = "T,k", .kind = OP_INDEX},
+    {.name = "weights", .shape = "T,k", .kind = OP_AS_F32},
+    {.name = "w13", .alias = "w13.weight", .shape = "E,2f,d", .kind = OP_FLOAT},
+    {.name = "w2", .alias = "w2.weight", .shape = "E,d,f", .kind = OP_FLOAT},
+    {.name = "b13", .shape = "E,2f", .kind = OP_AS_F32, .optional = true},
+    {.name = "b2", .shape = "E,d", .kind = OP_AS_F32, .optional = true},
+    {0},
+};
+static const op_key_t experts_keys[] = {FORMAT_KEYS, ACTIVATION_KEYS, {0}};
+
+static const op_tensor_t silu_and_mul_tensors[] = {
+    {.name = "x", .shape = "T,2d", .kind = OP_FLOAT},
+    {0},
+};
+static const op_key_t silu_and_mul_keys[] = {ACTIVATION_KEYS, {0}};
+
+static const op_tensor_t sum_tensors[] = {
+    {.name = "y", .shape = "T,k,d", .kind = OP_FLOAT},
+    {.name = "weights", .shape = "T,k", .kind = OP_AS_F32, .optional = true},
+    {0},
+};
+static const op_key_t sum_keys[] = {{0}};
+
+const op_t tool_ops[] = {
+    {.name = "topk", .outputs = "ids, weights", .run = run_topk, .tensors = topk_tensors, .keys = topk_keys},
+    {.name = "align",
+     .outputs = "sorted_ids, expert_ids, num_post_padded",
+     .run = run_align,
+     .tensors = align_tensors,
+     .keys = align_keys},
+    {.name = "grouped_gemm",
+     .outputs = "y",
+     .run = run_grouped_gemm,
+     .check = check_format,
+     .tensors = grouped_gemm_tensors,
+     .keys = grouped_gemm_keys},
+    {.name = "experts",
+     .outputs = "y",
+     .run = run_experts,
+     .check = check_format,
+     .tensors = experts_tensors,
+     .keys = experts_keys},
+    {.name = "silu_and_mul",
+     .outputs = "y",
+     .run = run_silu_and_mul,
+     .tensors = silu_and_mul_tensors,
+     .keys = silu_and_mul_keys},
+    {.name = "sum", .outputs = "out", .run = run_sum, .tensors = sum_tensors, .keys = sum_keys},
+    {.name = "quantize_fp8"},
+    {.name = "rms_norm"},
+    {.name = "rope"},
+    {.name = "qk_norm_rope"},
+    {.name = "cache_write"},
+    {.name = "attention"},
+    {.name = "sample"},
+    {.name = "spec_verify"},
+    {.name = "dequant"},
+    {0},
+};
