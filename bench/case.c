@@ -1,11 +1,11 @@
 #include "bench/agree.h"
 #include "bench/bench.h"
 #include "bench/random.h"
+#include "bench/stats.h"
 
 #include "base/dtype.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -122,19 +122,6 @@ int64_t case_guards_changed(const bench_case_t *made, const bench_t *bench)
     return changed;
 }
 
-static int compare_doubles(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-/* Sorts values. */
-static double median(double *values, int32_t count)
-{
-    qsort(values, (size_t)count, sizeof *values, compare_doubles);
-    return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
-}
-
 static epmoe_status_t summarise(bench_case_t *made, const bench_t *bench, case_result_t *result)
 {
     int32_t iters = bench->options->iters;
@@ -145,9 +132,9 @@ static epmoe_status_t summarise(bench_case_t *made, const bench_t *bench, case_r
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(bench->program->comm, status), done);
     for (int32_t stage = 0; stage < EPMOE_STAGE_COUNT; stage++) {
         for (int32_t i = 0; i < iters; i++) column[i] = made->stage_times[(int64_t)i * EPMOE_STAGE_COUNT + stage];
-        result->stages_us[stage] = median(column, iters);
+        result->stages_us[stage] = stats_median(column, iters);
     }
-    result->us_median = median(made->times, iters);
+    result->us_median = stats_median(made->times, iters);
     result->us_min = made->times[0];
     result->us_max = made->times[iters - 1];
 done:

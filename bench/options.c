@@ -74,7 +74,8 @@ static const char k_help[] =
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
     "  --dtype D                bf16 (default), fp16, fp32, fp8, w4, mxfp4\n"
-    "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank by\n"
+    "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
+    "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
     "  --decoder                the whole decoder layer\n"
     "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum\n"
@@ -95,9 +96,11 @@ static const char k_help[] =
     "  --inject-sleep RANK:MS   that rank sleeps within every timed iteration\n"
     "  --inject-nan             the weights of one expert that is drawn are NaN\n"
     "\n"
-    "Each iteration starts with a barrier and cold caches; its time is that of the slowest rank. The floor is the time\n"
+    "Each iteration starts with a barrier and cold caches; its time is that of the slowest rank. The floor is the "
+    "time\n"
     "that the weights drawn, the rows and the arithmetic need at the memory bandwidth and GEMM speed measured at the\n"
-    "start. Wire GB/s counts the rows that the busiest rank sends to others in dispatch and combine, logical GB/s also\n"
+    "start. Wire GB/s counts the rows that the busiest rank sends to others in dispatch and combine, logical GB/s "
+    "also\n"
     "those to itself, over the time of these two stages.\n"
     "Exit: 0 good, 1 wrong or failed, 2 bad input, 3 not supported.\n";
 
@@ -278,8 +281,7 @@ static const char *parse_option(options_t *options, int option, const char *text
         return parse_double(text, 1e-3, 1e6, &options->timeout_s) ? NULL : "seconds from 0.001 to 1000000";
     case OPT_OP:
         options->op = text;
-        return find_name(ops, text) >= 0 ? NULL
-                                         : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul or sum";
+        return find_name(ops, text) >= 0 ? NULL : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul or sum";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);
     case OPT_INJECT_NAN: options->inject_nan = true; break;
@@ -296,6 +298,8 @@ static const char *check_together(options_t *options)
     if (options->num_cases && options->num_per_rank) return "--tokens and --tokens-per-rank exclude each other";
     if (options->op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
     if (options->op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
+    for (int32_t i = 0; i < options->num_cases && options->op; i++)
+        if (!options->tokens[i]) return "--op needs at least one token";
     if (!options->model && !options->checkpoint) options->model = "qwen3-30b-a3b";
     if (!options->num_cases && !options->num_per_rank) options->tokens[options->num_cases++] = 16;
     if (options->num_per_rank) options->num_cases = 1;
@@ -319,9 +323,9 @@ int options_parse(options_t *options, const program_t *program, int argc, char *
         const char *given = argv[optind - 1];
         if (option == '?') {
             bool known = optopt >= OPT_MODEL;
-            return program_error_once(program, PROGRAM_BAD_INPUT, known ? "%s: its value is missing or one too many"
-                                                                        : "%s: unknown option: see --help",
-                                      given);
+            return program_error_once(
+                program, PROGRAM_BAD_INPUT,
+                known ? "%s: its value is missing or one too many" : "%s: unknown option: see --help", given);
         }
         const char *expected = parse_option(options, option, optarg);
         if (expected)

@@ -34,7 +34,7 @@ typedef struct options_t {
     bool json;
     uint64_t seed;
     double timeout_s;
-    const char *op;           /* NULL: the layer */
+    const char *op;            /* NULL: the layer */
     int32_t inject_sleep_rank; /* -1: none */
     int32_t inject_sleep_ms;
     bool inject_nan;

@@ -69,9 +69,9 @@ static work_t work_of(const bench_case_t *made, const bench_t *bench, const traf
         *rank_slots += of_expert;
     }
     slots = (double)*rank_slots;
-    work_t work = {.bytes = active * (3 * d * f * (double)expert_size +
-                                      (config->expert_has_bias ? 4 * (2 * f + d) : 0)) +
-                            2 * rows * d * act + 2 * slots * f * act,
+    work_t work = {.bytes =
+                       active * (3 * d * f * (double)expert_size + (config->expert_has_bias ? 4 * (2 * f + d) : 0)) +
+                       2 * rows * d * act + 2 * slots * f * act,
                    .flops = 6 * slots * d * f};
     if (tokens > 0) {
         work.bytes += num_experts * d * (double)router_size + 3 * d * fs * (double)expert_size;

@@ -25,7 +25,10 @@ static matrix_t random_matrix(const reference_t *reference, epmoei_random_tensor
     return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}};
 }
 
-static matrix_t view_matrix(epmoei_view_t view) { return (matrix_t){.rows = view.rows, .cols = view.cols, .view = view}; }
+static matrix_t view_matrix(epmoei_view_t view)
+{
+    return (matrix_t){.rows = view.rows, .cols = view.cols, .view = view};
+}
 
 /* Row r of the matrix as doubles. */
 static void read_row(const matrix_t *matrix, int64_t r, double *dst)

@@ -112,8 +112,8 @@ static epmoe_status_t parse_line(const routing_t *routing, const char *text, siz
         const json_t *item = json_array_get(list, (size_t)j);
         json_int_t id = json_is_integer(item) ? json_integer_value(item) : -1;
         if (id < 0 || id >= config->num_experts) {
-            epmoei_fail(status, "%s line %lld: item %d is not an expert id in [0,%d)", routing->path, (long long)line, j,
-                        config->num_experts);
+            epmoei_fail(status, "%s line %lld: item %d is not an expert id in [0,%d)", routing->path, (long long)line,
+                        j, config->num_experts);
             goto done;
         }
         ids[j] = (int32_t)id;
@@ -148,8 +148,8 @@ static epmoe_status_t read_file(const routing_t *routing, int64_t total_tokens, 
     if (!file) return epmoei_fail(EPMOE_ERROR_IO, "%s: %s", routing->path, strerror(errno));
     while ((length = getline(&text, &capacity, file)) >= 0) {
         bool own = lines >= first && lines < first + num_tokens;
-        EPMOEI_CHECK_GOTO(
-            parse_line(routing, text, (size_t)length, lines + 1, own ? ids + (lines - first) * k : other), done);
+        EPMOEI_CHECK_GOTO(parse_line(routing, text, (size_t)length, lines + 1, own ? ids + (lines - first) * k : other),
+                          done);
         lines++;
     }
     if (ferror(file))

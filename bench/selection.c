@@ -2,6 +2,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 /* fp32 scores and sums of a few of them agree with exact ones to this, relative to 1 + |value|. */
 #define VALUE_EPSILON 1e-6
@@ -41,8 +42,8 @@ static void scores_of(const epmoe_layer_config_t *config, const float *logits, d
 static bool values_of(const epmoe_layer_config_t *config, const float *selection_bias, const float *logits,
                       double *values)
 {
-    bool by_logit = config->scoring == EPMOE_SCORING_TOPK_SOFTMAX ||
-                    (config->scoring == EPMOE_SCORING_SOFTMAX && !selection_bias);
+    bool by_logit =
+        config->scoring == EPMOE_SCORING_TOPK_SOFTMAX || (config->scoring == EPMOE_SCORING_SOFTMAX && !selection_bias);
     if (!by_logit) scores_of(config, logits, values);
     for (int32_t e = 0; e < config->num_experts; e++) {
         double logit = clean_logit(logits[e]);
@@ -67,13 +68,26 @@ static double group_score(const epmoe_layer_config_t *config, const double *valu
     return config->group_score == EPMOE_GROUP_SCORE_MAX || size == 1 ? best : best + second;
 }
 
+/* What groups are judged by: the selection values, but scores where two logits would have to be added. */
+static void group_values_of(const epmoe_layer_config_t *config, const float *selection_bias, const float *logits,
+                            const double *values, double *group_values)
+{
+    if (config->scoring != EPMOE_SCORING_SOFTMAX || selection_bias || config->group_score == EPMOE_GROUP_SCORE_MAX) {
+        memcpy(group_values, values, (size_t)config->num_experts * sizeof *values);
+        return;
+    }
+    scores_of(config, logits, group_values);
+    for (int32_t e = 0; e < config->num_experts; e++)
+        if (values[e] == -INFINITY) group_values[e] = -INFINITY;
+}
+
 /* Puts experts of groups that cannot be taken at -inf. A group is sure to be taken when fewer than topk_group others
  * score as much, and cannot be when topk_group others score clearly more; what lies between is given the benefit. */
-static void drop_groups(const epmoe_layer_config_t *config, double *values, bool *sure)
+static void drop_groups(const epmoe_layer_config_t *config, const double *group_values, double *values, bool *sure)
 {
     int32_t groups = num_groups(config), kept = num_groups_kept(config), size = config->num_experts / groups;
     double scores[EPMOE_MAX_EXPERTS];
-    for (int32_t g = 0; g < groups; g++) scores[g] = group_score(config, values + (int64_t)g * size, size);
+    for (int32_t g = 0; g < groups; g++) scores[g] = group_score(config, group_values + (int64_t)g * size, size);
     for (int32_t g = 0; g < groups; g++) {
         int32_t above = 0, as_much = 0;
         double margin = isfinite(scores[g]) ? 2 * VALUE_EPSILON * (1 + fabs(scores[g])) : 0;
@@ -92,10 +106,11 @@ int32_t selection_count_wrong(const epmoe_layer_config_t *config, const float *s
                               const int32_t *ids)
 {
     int32_t k = config->top_k, wrong = 0, size = config->num_experts / num_groups(config);
-    double values[EPMOE_MAX_EXPERTS];
+    double values[EPMOE_MAX_EXPERTS], group_values[EPMOE_MAX_EXPERTS];
     bool sure[EPMOE_MAX_EXPERTS], chosen[EPMOE_MAX_EXPERTS] = {false};
     bool exact = values_of(config, selection_bias, logits, values);
-    drop_groups(config, values, sure);
+    group_values_of(config, selection_bias, logits, values, group_values);
+    drop_groups(config, group_values, values, sure);
 
     double last = INFINITY;
     int32_t last_id = -1;

@@ -2,6 +2,7 @@
 #include "bench/bench.h"
 #include "bench/random.h"
 #include "bench/selection.h"
+#include "bench/stats.h"
 
 #include "base/dtype.h"
 
@@ -9,9 +10,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#define MAX_CHECKED    256
-#define GATHERED_ROWS  16 /* partial sums of so many rows travel at a time */
-#define FP32_TOLERANCE 1e-5
+#define MAX_CHECKED   256
+#define GATHERED_ROWS 16 /* partial sums of so many rows travel at a time */
 
 /* The checked rows are in the order of their global tokens, so each rank's lie together. */
 typedef struct verify_t {
@@ -30,11 +30,6 @@ typedef struct verify_t {
     int64_t wrong;
     double max_rel_err;
 } verify_t;
-
-static double tolerance_of(epmoe_dtype_t dtype)
-{
-    return dtype == EPMOE_BF16 ? 1.6e-2 : dtype == EPMOE_F16 ? 2e-3 : FP32_TOLERANCE;
-}
 
 /* All tokens, or one seeded token out of each of MAX_CHECKED equal stretches. */
 static void choose_rows(verify_t *verify)
@@ -72,8 +67,7 @@ static epmoe_status_t allocate(verify_t *verify)
     EPMOEI_CHECK(epmoei_alloc_for((void **)&verify->y, verify->own_count * d * 8, "reference rows"));
     memset(verify->partial, 0, (size_t)(rows * d * 8));
 #pragma omp parallel for schedule(static)
-    for (int32_t i = 0; i < verify->num_rows; i++)
-        case_input_row(verify->bench, verify->tokens[i], verify->x + i * d);
+    for (int32_t i = 0; i < verify->num_rows; i++) case_input_row(verify->bench, verify->tokens[i], verify->x + i * d);
     return EPMOE_OK;
 }
 
@@ -84,24 +78,6 @@ static void release(verify_t *verify)
     epmoei_free(verify->weights);
     epmoei_free(verify->partial);
     epmoei_free(verify->y);
-}
-
-/* |out-ref| against |ref| plus the row's rms, over one row. A NaN is wrong and its error infinite. The largest error goes
- * to *worst when that is wanted. */
-static int64_t count_wrong(const double *out, const double *ref, int64_t n, double tolerance, double *worst)
-{
-    int64_t wrong = 0;
-    double squares = 0;
-    for (int64_t i = 0; i < n; i++) squares += ref[i] * ref[i];
-    double rms = sqrt(squares / (double)n);
-    for (int64_t i = 0; i < n; i++) {
-        double difference = fabs(out[i] - ref[i]), scale = fabs(ref[i]) + rms;
-        double error = difference == 0 ? 0 : difference / scale;
-        if (isnan(error)) error = INFINITY;
-        wrong += !(error <= tolerance);
-        if (worst && error > *worst) *worst = error;
-    }
-    return wrong;
 }
 
 /* Whether the ids that were forced are those chosen, in whatever order. */
@@ -124,16 +100,19 @@ static epmoe_status_t check_router(verify_t *verify)
     const bench_case_t *made = verify->made;
     int64_t d = bench->config.hidden, k = bench->config.top_k, num_experts = bench->config.num_experts;
     double *logits = NULL, *row = NULL;
-    EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&logits, verify->own_count * num_experts * 8, "reference logits"), done);
+    EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&logits, verify->own_count * num_experts * 8, "reference logits"),
+                      done);
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&row, num_experts * 8, "reference logits"), done);
-    EPMOEI_CHECK_GOTO(
-        reference_router(&bench->reference, verify->x + verify->own_first * d, verify->own_count, logits), done);
+    EPMOEI_CHECK_GOTO(reference_router(&bench->reference, verify->x + verify->own_first * d, verify->own_count, logits),
+                      done);
     for (int32_t i = 0; i < verify->own_count; i++) {
         int32_t at = verify->own_first + i;
         int64_t t = verify->tokens[at] - made->first_token;
-        const float *out = made->logits_out + t * num_experts, *used = made->logits ? made->logits + t * num_experts : out;
+        const float *out = made->logits_out + t * num_experts,
+                    *used = made->logits ? made->logits + t * num_experts : out;
         for (int64_t e = 0; e < num_experts; e++) row[e] = (double)out[e];
-        verify->wrong += count_wrong(row, logits + i * num_experts, num_experts, FP32_TOLERANCE, NULL);
+        verify->wrong +=
+            stats_count_wrong(row, logits + i * num_experts, num_experts, stats_tolerance(EPMOE_F32), NULL);
 
         const int32_t *ids = made->ids + t * k;
         int32_t bad = selection_count_wrong(&bench->config, bench->selection_bias, used, ids);
@@ -148,7 +127,7 @@ static epmoe_status_t check_router(verify_t *verify)
             verify->ids[at * k + j] = valid ? ids[j] : -1;
             verify->weights[at * k + j] = weights[j];
         }
-        verify->wrong += count_wrong(chosen, weights, k, FP32_TOLERANCE, NULL);
+        verify->wrong += stats_count_wrong(chosen, weights, k, stats_tolerance(EPMOE_F32), NULL);
     }
 done:
     epmoei_free(row);
@@ -221,8 +200,8 @@ static epmoe_status_t sum_experts(verify_t *verify)
     double *x = NULL, *y = NULL;
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&x, bytes, "reference rows"), done);
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&y, bytes, "reference rows"), done);
-    EPMOEI_CHECK_GOTO(epmoe_expert_range(config->num_experts, bench->program->size, bench->program->rank, &first, &count),
-                      done);
+    EPMOEI_CHECK_GOTO(
+        epmoe_expert_range(config->num_experts, bench->program->size, bench->program->rank, &first, &count), done);
     for (int32_t e = first; e < first + count; e++) EPMOEI_CHECK_GOTO(add_expert(verify, e, x, y), done);
     memset(verify->y, 0, (size_t)((int64_t)verify->own_count * config->hidden * 8));
     if (config->shared_intermediate > 0)
@@ -294,7 +273,7 @@ static epmoe_status_t check_output(verify_t *verify)
     for (int32_t i = 0; i < verify->own_count; i++) {
         int64_t t = verify->tokens[verify->own_first + i] - made->first_token;
         for (int64_t c = 0; c < d; c++) row[c] = (double)epmoei_load(made->y_checked, dtype, t * d + c);
-        verify->wrong += count_wrong(row, verify->y + i * d, d, tolerance_of(dtype), &verify->max_rel_err);
+        verify->wrong += stats_count_wrong(row, verify->y + i * d, d, stats_tolerance(dtype), &verify->max_rel_err);
     }
     epmoei_free(row);
     verify->wrong += count_other_wrong(verify);
