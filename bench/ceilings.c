@@ -6,6 +6,7 @@
 #include <math.h>
 #include <sched.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #define MACHINE_BYTES   ((int64_t)512 << 20) /* read by all ranks of a machine: more than its caches hold */
@@ -22,12 +23,18 @@ typedef struct machine_info_t {
 
 static volatile uint64_t read_sink; /* keeps the reads alive */
 
+/* Prefetching a page ahead, which lifts a core's own limit of lines in flight. */
 static void read_all(const uint64_t *buffer, int64_t bytes)
 {
+    enum { kLine = 8, kAhead = 512 }; /* in elements */
     uint64_t sum = 0;
-    int64_t count = bytes / 8;
-#pragma omp parallel for simd schedule(static) reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) sum += buffer[i];
+    int64_t lines = bytes / 8 / kLine;
+#pragma omp parallel for schedule(static) reduction(+ : sum)
+    for (int64_t line = 0; line < lines; line++) {
+        const uint64_t *data = buffer + line * kLine;
+        __builtin_prefetch(data + kAhead);
+        for (int32_t i = 0; i < kLine; i++) sum += data[i];
+    }
     read_sink = sum;
 }
 
@@ -107,6 +114,11 @@ epmoe_status_t ceilings_measure(ceilings_t *ceilings, const program_t *program)
     ceilings->buffer_bytes = epmoei_max64(MACHINE_BYTES / program->local_size / 64 * 64, gemm_bytes);
     status = epmoei_alloc_for((void **)&ceilings->buffer, ceilings->buffer_bytes, "cache flush buffer");
     EPMOEI_CHECK(epmoe_comm_agree(program->comm, status));
+    /* A ceiling must not be that of the page tables: large pages where the system gives them. */
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), address = (uintptr_t)ceilings->buffer;
+    uintptr_t begin = (address + page - 1) / page * page,
+              end = (address + (uintptr_t)ceilings->buffer_bytes) / page * page;
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
     int64_t count = ceilings->buffer_bytes / 8;
     /* Each thread's pages near it, and numbers that are 1.0 to the GEMM. */
 #pragma omp parallel for schedule(static)

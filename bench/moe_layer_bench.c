@@ -36,7 +36,6 @@ static epmoe_status_t choose_layer(bench_t *bench)
     int32_t first = options->layer >= 0 ? options->layer : 0;
     int32_t last = options->layer >= 0 ? options->layer : info.num_layers - 1;
     for (int32_t layer = first; layer <= last; layer++) {
-        bench->config = (epmoe_layer_config_t)EPMOE_LAYER_CONFIG_INIT;
         EPMOEI_CHECK(epmoe_checkpoint_layer_config(bench->checkpoint, layer, &bench->config));
         bench->reference.layer = layer;
         if (bench->config.num_experts > 0) return EPMOE_OK;
@@ -146,7 +145,7 @@ static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
 static int work(program_t *program, const options_t *options)
 {
     epmoe_status_t status;
-    bench_t bench = {.program = program, .options = options};
+    bench_t bench = {.program = program, .options = options, .config = EPMOE_LAYER_CONFIG_INIT};
     int64_t wrong = 0;
     int code = refuse(&bench);
     if (code) return code;

@@ -8,21 +8,29 @@
 
 void report_models(void)
 {
+    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax"};
     printf("%-16s %7s %12s %8s %6s %7s  %s\n", "model", "hidden", "intermediate", "experts", "top-k", "shared",
            "router");
     for (int32_t i = 0; epmoe_preset_name(i); i++) {
-        static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax"};
         epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
         if (epmoe_preset_config(epmoe_preset_name(i), &config) != EPMOE_OK) continue;
-        printf("%-16s %7d %12d %8d %6d %7d  %s%s%s", epmoe_preset_name(i), config.hidden, config.intermediate,
+        printf("%-16s %7d %12d %8d %6d %7d  %s%s%s%s", epmoe_preset_name(i), config.hidden, config.intermediate,
                config.num_experts, config.top_k, config.shared_intermediate, scorings[config.scoring],
-               config.renormalize ? ", renormalized" : "", config.has_selection_bias ? ", selection bias" : "");
+               config.weight_on_input ? " on the input" : "", config.renormalize ? ", renormalized" : "",
+               config.has_selection_bias ? ", selection bias" : "");
         if (config.n_group > 1) printf(", %d of %d groups", config.topk_group, config.n_group);
         printf("\n");
     }
 }
 
 static const char *backend_name(const bench_t *bench) { return bench->backend == EPMOE_BACKEND_CUDA ? "cuda" : "cpu"; }
+
+/* As --dtype spells it. */
+static const char *dtype_name(const bench_t *bench)
+{
+    epmoe_dtype_t dtype = bench->config.dtype;
+    return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
+}
 
 static void warn(const bench_t *bench, const char *text)
 {
@@ -51,7 +59,7 @@ static void print_head(const bench_t *bench)
     printf("model      %s: hidden %d, intermediate %d, %d experts, top %d", bench->model, config->hidden,
            config->intermediate, config->num_experts, config->top_k);
     if (config->shared_intermediate) printf(", shared expert of %d", config->shared_intermediate);
-    printf(", %s\n", epmoe_dtype_string(config->dtype));
+    printf(", %s\n", dtype_name(bench));
     printf("ranks      %d on %d machine%s, %d thread%s in rank 0, backend %s (%s), transport %s\n", size,
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,
            program->num_threads == 1 ? "" : "s", backend_name(bench), epmoe_backend_arch(bench->backend),
@@ -175,7 +183,7 @@ static epmoe_status_t print_case_json(const bench_t *bench, const bench_case_t *
     const ceilings_t *ceilings = &bench->ceilings;
     const json_field_t fields[] = {
         {"model", json_string(bench->model)},
-        {"dtype", json_string(epmoe_dtype_string(bench->config.dtype))},
+        {"dtype", json_string(dtype_name(bench))},
         {"backend", json_string(backend_name(bench))},
         {"arch", json_string(epmoe_backend_arch(bench->backend))},
         {"ranks", json_integer(bench->program->size)},
@@ -225,8 +233,7 @@ void report_op_header(const bench_t *bench)
     report_warnings(bench);
     if (bench->options->json) return;
     printf("epmoe op %s at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->options->op,
-           bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k,
-           epmoe_dtype_string(config->dtype));
+           bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k, dtype_name(bench));
     printf("backend %s (%s), %d threads; memory read %.2f GB/s, fp32 GEMM %.1f GFLOP/s\n\n", backend_name(bench),
            epmoe_backend_arch(bench->backend), bench->program->num_threads, ceilings->read_bytes_per_s * 1e-9,
            ceilings->flops_per_s * 1e-9);
@@ -240,7 +247,7 @@ epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_re
         const json_field_t fields[] = {
             {"op", json_string(bench->options->op)},
             {"model", json_string(bench->model)},
-            {"dtype", json_string(epmoe_dtype_string(bench->config.dtype))},
+            {"dtype", json_string(dtype_name(bench))},
             {"backend", json_string(backend_name(bench))},
             {"arch", json_string(epmoe_backend_arch(bench->backend))},
             {"threads", json_integer(bench->program->num_threads)},
