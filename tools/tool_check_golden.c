@@ -73,7 +73,7 @@ epmoe_status_t golden_open(const char *path, int32_t only, golden_t *golden)
     int32_t kept = 0;
     for (int32_t i = 0; i < golden->num_layers; i++) {
         const golden_layer_t *entry = &golden->layers[i];
-        if (entry->in && (entry->out || entry->logits || entry->weights || entry->ids))
+        if (entry->in && (entry->out || entry->logits || entry->ids)) /* weights are compared by id */
             golden->layers[kept++] = *entry;
         else if (entry->in || entry->out || entry->logits || entry->weights || entry->ids)
             note_unchecked(golden, "layers with an input or an output alone");
@@ -122,6 +122,18 @@ static epmoe_status_t read_floats(const epmoei_tensor_t *tensor, int64_t rows, i
     return EPMOE_OK;
 }
 
+static int64_t index_at(const epmoei_tensor_t *tensor, int64_t i)
+{
+    int32_t narrow;
+    int64_t wide;
+    if (tensor->dtype == EPMOE_I32) {
+        memcpy(&narrow, (const char *)tensor->data + 4 * i, 4);
+        return narrow;
+    }
+    memcpy(&wide, (const char *)tensor->data + 8 * i, 8);
+    return wide;
+}
+
 static epmoe_status_t read_ids(const epmoei_tensor_t *tensor, int64_t rows, int64_t cols, int32_t num_experts,
                                int32_t **values)
 {
@@ -132,12 +144,7 @@ static epmoe_status_t read_ids(const epmoei_tensor_t *tensor, int64_t rows, int6
                            tensor->dtype_name);
     EPMOEI_CHECK(epmoei_alloc_for((void **)values, tensor->num_elements * 4, tensor->name));
     for (int64_t i = 0; i < tensor->num_elements; i++) {
-        int32_t narrow = 0;
-        int64_t id;
-        memcpy(tensor->dtype == EPMOE_I32 ? (void *)&narrow : (void *)&id,
-               (const char *)tensor->data + i * epmoe_dtype_size(tensor->dtype),
-               (size_t)epmoe_dtype_size(tensor->dtype));
-        if (tensor->dtype == EPMOE_I32) id = narrow;
+        int64_t id = index_at(tensor, i);
         if (id < 0 || id >= num_experts)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s', element %lld is %lld: expected 0 to %d",
                                tensor->name, (long long)i, (long long)id, num_experts - 1);
@@ -152,8 +159,8 @@ epmoe_status_t golden_read(const golden_layer_t *layer, const epmoe_layer_config
     EPMOEI_CHECK(check_matrix(layer->in, -1, config->hidden));
     int64_t rows = layer->in->num_elements / config->hidden;
     if (rows < 1 || rows > INT32_MAX)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s' has %lld rows: expected 1 to %d",
-                           layer->in->name, (long long)rows, INT32_MAX);
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s' has %lld rows: expected 1 to %d", layer->in->name,
+                           (long long)rows, INT32_MAX);
     values->num_tokens = (int32_t)rows;
     epmoe_status_t status;
     EPMOEI_CHECK_GOTO(read_floats(layer->in, rows, config->hidden, &values->in), fail);

@@ -1,0 +1,292 @@
+#include "tools/tool_check.h"
+
+#include "base/dtype.h"
+#include "moe/checkpoint.h"
+#include "tools/tool_util.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const tool_option_t options[] = {
+    {"golden", "FILE", "recorded inputs and outputs (default DIR/golden.safetensors)"},
+    {"layer", "N", "this layer only"},
+    {"backend", TOOL_BACKENDS, "default auto"},
+    {"dtype", "fp32,fp16,bf16", "of activations (default fp32 on the CPU, bf16 on a GPU)"},
+    {"tol", "X", "largest rel_err (default 1e-5 in fp32, 2e-3 in fp16, 1e-2 in bf16)"},
+    {"timeout", "S", "longest wait for another rank in seconds (default 30)"},
+    {"format", TOOL_FORMATS, "default table"},
+    {0},
+};
+static const char usage[] = "check DIR [--golden FILE] [--dtype D] [--tol X] ...";
+
+static const struct {
+    epmoe_dtype_t dtype;
+    double tolerance;
+} dtypes[] = {{EPMOE_F32, 1e-5}, {EPMOE_F16, 2e-3}, {EPMOE_BF16, 1e-2}}; /* as in --dtype */
+
+typedef struct check_t {
+    program_t *program;
+    const char *dir;
+    const char *golden_path;
+    int64_t layer; /* -1 = all */
+    int32_t backend;
+    int32_t dtype; /* index into dtypes, -1 = default */
+    double tolerance;
+    double timeout_s;
+    int32_t format;
+
+    epmoe_checkpoint_t *checkpoint;
+    golden_t golden;
+    bool header_printed;
+    int code; /* PROGRAM_FAILED once an item differs */
+} check_t;
+
+static int take(void *ctx, const char *option, const char *value)
+{
+    check_t *check = ctx;
+    const program_t *program = check->program;
+    if (!option) {
+        if (check->dir)
+            return program_error_once(program, PROGRAM_BAD_INPUT, "argument '%s' is unknown: usage: moe_tool %s", value,
+                                      usage);
+        check->dir = value;
+        return PROGRAM_OK;
+    }
+    if (!strcmp(option, "golden")) {
+        check->golden_path = value;
+        return PROGRAM_OK;
+    }
+    if (!strcmp(option, "layer")) return tool_take_number(program, option, 0, INT32_MAX, value, &check->layer);
+    if (!strcmp(option, "backend")) return tool_take_choice(program, option, TOOL_BACKENDS, value, &check->backend);
+    if (!strcmp(option, "dtype")) return tool_take_choice(program, option, "fp32,fp16,bf16", value, &check->dtype);
+    if (!strcmp(option, "timeout")) return tool_take_positive(program, option, value, &check->timeout_s);
+    if (!strcmp(option, "format")) return tool_take_choice(program, option, TOOL_FORMATS, value, &check->format);
+    return tool_take_positive(program, option, value, &check->tolerance);
+}
+
+/* --------------------------------------------------------------------------------------------------------- report */
+
+static json_t *json_number(double value) { return isfinite(value) ? json_real(value) : json_null(); }
+
+static void print_json(const char *item, const check_result_t *result)
+{
+    json_t *line = json_pack("{s:s, s:o, s:o, s:b, s:b}", "item", item, "rel_err", json_number(result->rel_err),
+                             "max_abs", json_number(result->max_abs), "ids_equal", result->ids_equal, "ok", result->ok);
+    if (result->near_tie) json_object_set_new(line, "near_tie", json_integer(result->near_tie));
+    char *text = json_dumps(line, JSON_REAL_PRECISION(6));
+    if (text) puts(text);
+    free(text);
+    json_decref(line);
+}
+
+static void report_item(check_t *check, int32_t layer, const char *part, const check_result_t *result)
+{
+    char item[64], ties[64] = "";
+    snprintf(item, sizeof item, "layers.%d.%s", layer, part);
+    if (!result->ok) {
+        check->code = PROGRAM_FAILED;
+        program_error_once(check->program, PROGRAM_FAILED, "%s differs: rel_err %.3g (tolerance %.3g), max_abs %.3g%s",
+                           item, result->rel_err, check->tolerance, result->max_abs,
+                           result->ids_equal ? "" : ", other experts are chosen");
+    }
+    if (check->program->rank) return;
+    if (check->format == TOOL_FORMAT_JSON) {
+        print_json(item, result);
+        return;
+    }
+    if (!check->header_printed) printf("%-20s %10s %10s  %-9s %s\n", "item", "rel_err", "max_abs", "ids_equal", "ok");
+    check->header_printed = true;
+    if (result->near_tie) snprintf(ties, sizeof ties, "  (%d near ties left out)", result->near_tie);
+    printf("%-20s %10.3g %10.3g  %-9s %s%s\n", item, result->rel_err, result->max_abs, result->ids_equal ? "yes" : "no",
+           result->ok ? "yes" : "NO", ties);
+}
+
+/* ------------------------------------------------------------------------------------------------------- one layer */
+
+/* Buffers of one layer: this rank's share, and after the gathering those of all tokens. */
+typedef struct share_t {
+    int32_t chunk; /* rows per rank, the last ones partly or wholly empty */
+    int32_t rows;  /* of this rank */
+    void *x;
+    void *y;
+    float *logits;
+    float *weights;
+    int32_t *ids;
+    void *all_y;
+    float *all_y_f32;
+    float *all_logits;
+    float *all_weights;
+    int32_t *all_ids;
+    bool *left_out;
+    float *selection_bias;
+} share_t;
+
+static void carve_share(epmoei_arena_t *arena, const epmoe_layer_config_t *config, int32_t ranks, share_t *share)
+{
+    int64_t rows = share->chunk, all = rows * ranks, size = epmoe_dtype_size(config->dtype);
+    int64_t hidden = config->hidden, experts = config->num_experts, k = experts ? config->top_k : 0;
+    share->x = epmoei_carve(arena, rows * hidden * size);
+    share->y = epmoei_carve(arena, rows * hidden * size);
+    share->logits = epmoei_carve(arena, rows * experts * 4);
+    share->weights = epmoei_carve(arena, rows * k * 4);
+    share->ids = epmoei_carve(arena, rows * k * 4);
+    share->all_y = epmoei_carve(arena, all * hidden * size);
+    share->all_y_f32 = epmoei_carve(arena, all * hidden * 4);
+    share->all_logits = epmoei_carve(arena, all * experts * 4);
+    share->all_weights = epmoei_carve(arena, all * k * 4);
+    share->all_ids = epmoei_carve(arena, all * k * 4);
+    share->left_out = epmoei_carve(arena, all * (int64_t)sizeof(bool));
+    share->selection_bias = epmoei_carve(arena, experts * 4);
+}
+
+/* What a rank does alone before the first collective call of a layer. */
+static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe_layer_config_t *config,
+                              golden_values_t *values, share_t *share, void **memory)
+{
+    program_t *program = check->program;
+    EPMOEI_CHECK(epmoe_checkpoint_layer_config(check->checkpoint, layer->layer, config));
+    EPMOEI_CHECK(golden_read(layer, config, values));
+    config->dtype = dtypes[check->dtype].dtype;
+    share->chunk = (int32_t)epmoei_ceil_div(values->num_tokens, program->size);
+    int64_t first = epmoei_min64((int64_t)share->chunk * program->rank, values->num_tokens);
+    share->rows = (int32_t)epmoei_min64(share->chunk, values->num_tokens - first);
+    config->max_tokens = share->rows > 0 ? share->rows : 1;
+
+    epmoei_arena_t arena = {0};
+    carve_share(&arena, config, program->size, share);
+    arena.base = epmoei_calloc(arena.used);
+    if (!(*memory = arena.base))
+        return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the rows of layer %d: %lld bytes", layer->layer,
+                           (long long)arena.used);
+    arena.used = 0;
+    carve_share(&arena, config, program->size, share);
+    epmoei_from_f32(share->x, values->in + first * config->hidden, config->dtype,
+                    (int64_t)share->rows * config->hidden);
+
+    epmoei_layer_source_t source;
+    EPMOEI_CHECK(epmoei_checkpoint_layer_source(check->checkpoint, layer->layer, &source));
+    const epmoei_view_t *bias = &source.selection_bias;
+    for (int64_t e = 0; bias->data && e < config->num_experts; e++)
+        share->selection_bias[e] = epmoei_load(bias->data, bias->dtype, e * bias->col_stride);
+    return EPMOE_OK;
+}
+
+/* Every rank gets the rows of all ranks, in order: the last share is padded, so the padding is at the end. */
+static epmoe_status_t gather(epmoe_comm_t *comm, const share_t *share, const void *own, void *all, int64_t row_bytes)
+{
+    if (!row_bytes) return EPMOE_OK;
+    return epmoe_comm_all_gather(comm, own, all, share->chunk * row_bytes);
+}
+
+static epmoe_status_t run_layer(check_t *check, epmoe_layer_t *layer, const golden_layer_t *golden,
+                                const epmoe_layer_config_t *config, share_t *share)
+{
+    epmoe_comm_t *comm = check->program->comm;
+    EPMOEI_CHECK(epmoe_layer_load_checkpoint(layer, check->checkpoint, golden->layer, NULL));
+    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+    args.num_tokens = share->rows;
+    args.x = share->x;
+    args.y = share->y;
+    if (config->num_experts) {
+        args.logits_out = share->logits;
+        args.ids_out = share->ids;
+        args.weights_out = share->weights;
+    }
+    EPMOEI_CHECK(epmoe_layer_forward_args(layer, &args, NULL));
+
+    int64_t hidden = config->hidden, experts = config->num_experts, k = experts ? config->top_k : 0;
+    EPMOEI_CHECK(gather(comm, share, share->y, share->all_y, hidden * epmoe_dtype_size(config->dtype)));
+    EPMOEI_CHECK(gather(comm, share, share->logits, share->all_logits, experts * 4));
+    EPMOEI_CHECK(gather(comm, share, share->weights, share->all_weights, k * 4));
+    EPMOEI_CHECK(gather(comm, share, share->ids, share->all_ids, k * 4));
+    epmoei_to_f32(share->all_y_f32, share->all_y, config->dtype, (int64_t)share->chunk * check->program->size * hidden);
+    return EPMOE_OK;
+}
+
+/* Every rank has all outputs and judges them alike; rank 0 reports. */
+static void judge(check_t *check, int32_t layer, const epmoe_layer_config_t *config, const golden_values_t *values,
+                  const share_t *share)
+{
+    check_outputs_t outputs = {share->all_y_f32, share->all_logits, share->all_weights, share->all_ids};
+    check_result_t router = {.ids_equal = true}, moe;
+    if (values->logits || values->ids) {
+        check_router(config, config->has_selection_bias ? share->selection_bias : NULL, values, &outputs,
+                     check->tolerance, share->left_out, &router);
+        report_item(check, layer, "router", &router);
+    }
+    if (values->out) {
+        check_moe(config, values, &outputs, check->tolerance, share->left_out, router.ids_equal, &moe);
+        report_item(check, layer, "moe", &moe);
+    }
+}
+
+static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
+{
+    epmoe_comm_t *comm = check->program->comm;
+    epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+    golden_values_t values = {0};
+    share_t share = {0};
+    void *memory = NULL;
+    epmoe_layer_t *layer = NULL;
+    epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share, &memory));
+    if (status == EPMOE_OK) status = epmoe_layer_create(&config, comm, &layer);
+    if (status == EPMOE_OK) status = run_layer(check, layer, golden, &config, &share);
+    if (status == EPMOE_OK) judge(check, golden->layer, &config, &values, &share);
+    epmoe_layer_destroy(layer);
+    golden_values_free(&values);
+    epmoei_free(memory);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ all */
+
+static epmoe_status_t open_files(check_t *check)
+{
+    char path[4096];
+    if (!check->golden_path && snprintf(path, sizeof path, "%s/golden.safetensors", check->dir) >= (int)sizeof path)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "DIR is too long: expected less than %zu bytes", sizeof path);
+    EPMOEI_CHECK(epmoe_checkpoint_open(check->dir, &check->checkpoint));
+    return golden_open(check->golden_path ? check->golden_path : path, (int32_t)check->layer, &check->golden);
+}
+
+static epmoe_status_t check_all(check_t *check)
+{
+    program_t *program = check->program;
+    epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
+    config.backend = (epmoe_backend_t)check->backend;
+    config.timeout_s = check->timeout_s;
+    EPMOEI_CHECK(program_connect(program, &config));
+    EPMOEI_CHECK(epmoe_comm_agree(program->comm, open_files(check)));
+    for (int32_t i = 0; i < check->golden.num_layers; i++) EPMOEI_CHECK(check_layer(check, &check->golden.layers[i]));
+    if (check->golden.unchecked[0])
+        program_error_once(program, PROGRAM_OK, "not checked by this version: %s", check->golden.unchecked);
+    return EPMOE_OK;
+}
+
+int tool_check(program_t *program, int argc, char **argv)
+{
+    check_t check = {.program = program, .layer = -1, .dtype = -1};
+    int code = tool_parse(program, argc, argv, options, take, &check);
+    if (code == TOOL_HELP) {
+        tool_print_help(program, usage, options);
+        return PROGRAM_OK;
+    }
+    if (code) return code;
+    if (!check.dir) return program_error_once(program, PROGRAM_BAD_INPUT, "DIR is missing: usage: moe_tool %s", usage);
+
+    epmoe_backend_t backend;
+    epmoe_status_t status = epmoe_backend_resolve((epmoe_backend_t)check.backend, &backend);
+    if (status != EPMOE_OK) return program_error_once(program, program_exit_code(status), "%s", epmoe_last_error());
+    if (check.dtype < 0) check.dtype = backend == EPMOE_BACKEND_CPU ? 0 : 2;
+    if (!(check.tolerance > 0)) check.tolerance = dtypes[check.dtype].tolerance;
+
+    status = check_all(&check);
+    code = program_report(program, status);
+    code = program_agree_on_code(program, code ? code : check.code);
+    golden_close(&check.golden);
+    epmoe_checkpoint_close(check.checkpoint);
+    return code;
+}
