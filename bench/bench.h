@@ -48,6 +48,7 @@ typedef struct case_result_t {
     double tokens_per_s;
     double tflops;
     double wire_gbps, logical_gbps; /* dispatch and combine, the busiest rank */
+    double wire_bytes;              /* what the busiest rank sends to others */
     double memory_gbps;             /* what the floor counts, all ranks, over the whole time */
     double load_max_over_mean;      /* slots per expert */
     double rank_load_max_over_mean; /* slots per rank */

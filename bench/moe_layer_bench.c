@@ -24,6 +24,10 @@ static int refuse(bench_t *bench)
     if (options->graph && bench->backend == EPMOE_BACKEND_CPU)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
+    if (bench->backend == EPMOE_BACKEND_CPU &&
+        (options->transport == EPMOE_TRANSPORT_P2P || options->transport == EPMOE_TRANSPORT_NCCL))
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--transport %s: it needs the cuda backend",
+                                  epmoe_transport_string(options->transport));
     return PROGRAM_OK;
 }
 
@@ -41,6 +45,19 @@ static epmoe_status_t choose_layer(bench_t *bench)
         if (bench->config.num_experts > 0) return EPMOE_OK;
     }
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s: layer %d has no experts", options->checkpoint, last);
+}
+
+/* A routing that cannot be drawn is found before any weights are made. */
+static epmoe_status_t check_routing(const bench_t *bench)
+{
+    const options_t *options = bench->options;
+    for (int32_t i = 0; i < options->num_cases; i++) {
+        int64_t total = 0;
+        for (int32_t r = 0; r < bench->program->size; r++)
+            total += options->num_per_rank ? options->tokens_per_rank[r] : options->tokens[i];
+        EPMOEI_CHECK(routing_draw(&bench->routing, total, 0, 0, NULL));
+    }
+    return EPMOE_OK;
 }
 
 static epmoe_status_t configure(bench_t *bench)
@@ -77,7 +94,7 @@ static epmoe_status_t configure(bench_t *bench)
                                  .seed = options->seed,
                                  .config = config,
                                  .selection_bias = bench->selection_bias};
-    return EPMOE_OK;
+    return check_routing(bench);
 }
 
 /* One weight of each expert, so that every drawn one spoils its rows. */

@@ -94,7 +94,7 @@ static const char k_help[] =
     "  --help                   this text\n"
     "Test aids\n"
     "  --inject-sleep RANK:MS   that rank sleeps within every timed iteration\n"
-    "  --inject-nan             the weights of one expert that is drawn are NaN\n"
+    "  --inject-nan             a weight of every expert is NaN\n"
     "\n"
     "Each iteration starts with a barrier and cold caches; its time is that of the slowest rank. The floor is the "
     "time\n"

@@ -150,6 +150,7 @@ static void fill_result(const bench_case_t *made, const bench_t *bench, const tr
     result->tokens_per_s = seconds > 0 ? (double)made->total_tokens / seconds : 0;
     result->tflops = seconds > 0 ? flops / seconds * 1e-12 : 0;
     result->memory_gbps = seconds > 0 ? bytes / seconds * 1e-9 : 0;
+    result->wire_bytes = wire;
     result->wire_gbps = exchange > 0 ? wire / exchange * 1e-9 : 0;
     result->logical_gbps = exchange > 0 ? logical / exchange * 1e-9 : 0;
     result->load_max_over_mean = slots ? (double)most_slots * num_experts / (double)slots : 1;

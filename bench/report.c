@@ -64,8 +64,11 @@ static void print_head(const bench_t *bench)
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,
            program->num_threads == 1 ? "" : "s", backend_name(bench), epmoe_backend_arch(bench->backend),
            epmoe_transport_string(epmoe_comm_transport(program->comm)));
-    printf("weights    %s, %.1f MB in rank 0\n", bench->checkpoint ? "from the checkpoint" : "random",
-           (double)bench->weight_bytes * 1e-6);
+    if (bench->checkpoint)
+        printf("weights    layer %d of the checkpoint", bench->reference.layer);
+    else
+        printf("weights    random, seed %llu", (unsigned long long)bench->options->seed);
+    printf(", %.1f MB in rank 0\n", (double)bench->weight_bytes * 1e-6);
     print_routing(bench);
     printf("ceilings   memory read %.2f GB/s, fp32 GEMM %.1f GFLOP/s for each rank while all run; empty graph n/a\n",
            ceilings->read_bytes_per_s * 1e-9, ceilings->flops_per_s * 1e-9);
@@ -206,6 +209,7 @@ static epmoe_status_t print_case_json(const bench_t *bench, const bench_case_t *
         {"tflops", number(result->tflops)},
         {"gbps", number(result->wire_gbps)},
         {"gbps_logical", number(result->logical_gbps)},
+        {"wire_bytes", number(result->wire_bytes)},
         {"memory_gbps", number(result->memory_gbps)},
         {"load_max_over_mean", number(result->load_max_over_mean)},
         {"rank_load_max_over_mean", number(result->rank_load_max_over_mean)},

@@ -147,7 +147,7 @@ static epmoe_status_t read_file(const routing_t *routing, int64_t total_tokens, 
     FILE *file = fopen(routing->path, "r");
     if (!file) return epmoei_fail(EPMOE_ERROR_IO, "%s: %s", routing->path, strerror(errno));
     while ((length = getline(&text, &capacity, file)) >= 0) {
-        bool own = lines >= first && lines < first + num_tokens;
+        bool own = lines >= first && lines < first + num_tokens; /* of this rank */
         EPMOEI_CHECK_GOTO(parse_line(routing, text, (size_t)length, lines + 1, own ? ids + (lines - first) * k : other),
                           done);
         lines++;
@@ -168,6 +168,7 @@ epmoe_status_t routing_draw(const routing_t *routing, int64_t total_tokens, int6
 {
     const epmoe_layer_config_t *config = routing->config;
     int32_t k = config->top_k, permutation[EPMOE_MAX_EXPERTS];
+    if (routing->kind == ROUTING_ROUTER) return EPMOE_OK;
     if (routing->kind == ROUTING_FILE) return read_file(routing, total_tokens, first, num_tokens, ids);
     if (routing->kind == ROUTING_ONE_EXPERT) {
         int32_t row[EPMOE_MAX_TOP_K];

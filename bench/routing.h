@@ -33,7 +33,8 @@ typedef struct routing_t {
 } routing_t;
 
 /* ids [num_tokens,k] of the global tokens first .. first+num_tokens of total_tokens; each row's ids are distinct and
- * such that the router can choose them together. Local; the same error on every rank. */
+ * such that the router can choose them together. Local; the same error on every rank. num_tokens 0 (ids may be NULL)
+ * only looks for errors. */
 epmoe_status_t routing_draw(const routing_t *routing, int64_t total_tokens, int64_t first, int32_t num_tokens,
                             int32_t *ids);
 
