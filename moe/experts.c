@@ -272,11 +272,7 @@ epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t st
     EPMOEI_CHECK(plan_layout(NULL, &checked, &plan));
     if (checked.num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(check_pointers(&checked));
-<<<<<<< HEAD
     EPMOEI_CHECK(check_host_values(&checked));
-=======
-    EPMOEI_CHECK(check_ids(&checked));
     EPMOEI_CHECK(check_workspace(&checked, plan.bytes));
->>>>>>> refs/heads/layer
     return epmoei_experts_run(&checked, stream, NULL);
 }
