@@ -1,7 +1,7 @@
 #include "moe/layer_weights.h"
 
 #include "base/dtype.h"
-#include "moe/random_weights.h"
+#include "kernels/random_weights.h"
 
 typedef struct random_job_t {
     void *dst;

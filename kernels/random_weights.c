@@ -1,4 +1,4 @@
-#include "moe/random_weights.h"
+#include "kernels/random_weights.h"
 
 #include "base/dtype.h"
 
