@@ -1,12 +1,15 @@
 /* Weighted sum of the k slot rows of each token; the maths stand at epmoe_sum_args_t.
  *
  * Contract of every kernel:
- *   order       acc = 0, then acc += weight * y for j ascending, then addend and residual are added, fp32;
- *               rounded once
+ *   order       acc = 0, then acc += weight * y for j ascending, then the addend, then the residual, fp32; rounded once
  *   edges       any hidden >= 1, any k >= 1; a token without any slot gets addend + residual, or zeros; T = 0 is a
- * no-op alignment   CPU: element; CUDA: 16 bytes aliasing    out == residual; nothing else padding     ids -1: neither
- * the row nor the weight is read rows from *num_tokens_dev on are neither read nor written NaN         flows through,
- * to its own token only errors      CPU: an id below -1 fails before anything is written (the op does not know E)
+ *               no-op
+ *   alignment   CPU: element; CUDA: 16 bytes
+ *   aliasing    out == residual; nothing else
+ *   padding     ids -1: neither the row nor the weight is read; rows from *num_tokens_dev on are neither read nor
+ *               written
+ *   NaN         flows through, to its own token only
+ *   errors      CPU: an id below -1 fails before anything is written (the op does not know E)
  */
 #ifndef EPMOEI_SUM_H
 #define EPMOEI_SUM_H
