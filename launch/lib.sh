@@ -25,6 +25,7 @@ have() {
     pkg-config) command -v pkg-config ;;
     clang-format) command -v clang-format ;;
     cmake) command -v cmake ;;
+    git) command -v git ;;
     openmpi-bin) command -v mpirun ;;
     libopenmpi-dev) command -v mpicc ;;
     libopenblas-dev) compiles cblas.h openblas ;;
