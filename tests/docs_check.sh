@@ -36,8 +36,9 @@ done < <(grep '^|.*test_' docs/cases.md | sed 's/ *| *$//')
 
 for program in moe_layer_bench "moe_tool check" "moe_tool info" "moe_tool op"; do
     # shellcheck disable=SC2086
+    help=$("$build"/$program --help)
     while read -r option; do
         grep -qF -e "$option" docs/design.md || complain "docs/design.md lacks $option of $program"
-    done < <("$build"/$program --help | grep -oE '^  --[a-z-]+' | tr -d ' ')
+    done < <(grep -oE '^  --[a-z-]+' <<<"$help" | tr -d ' ')
 done
 exit $failed
