@@ -21,7 +21,8 @@ epmoei_floor_t epmoei_sum_floor(const epmoe_sum_args_t *args)
 {
     double slots = (double)args->num_tokens * args->top_k, out = (double)args->num_tokens * args->hidden;
     return (epmoei_floor_t){.bytes = slots * args->hidden * epmoe_dtype_size(args->y_dtype) +
-                                     out * epmoe_dtype_size(args->out_dtype) * (args->residual ? 2 : 1),
+                                     out * epmoe_dtype_size(args->out_dtype) * (args->residual ? 2 : 1) +
+                                     out * (args->addend ? 4 : 0),
                             .flops = 2.0 * slots * args->hidden};
 }
 

@@ -1,11 +1,13 @@
 /* Weighted sum of the k slot rows of each token; the maths stand at epmoe_sum_args_t.
  *
  * Contract of every kernel:
- *   order       acc = 0, then acc += weight * y for j ascending, then the residual is added, fp32; rounded once
- *   edges       any hidden >= 1, any k >= 1; a token without any slot gets its residual, or zeros; T = 0 is a no-op
+ *   order       acc = 0, then acc += weight * y for j ascending, then the addend, then the residual, fp32; rounded once
+ *   edges       any hidden >= 1, any k >= 1; a token without any slot gets addend + residual, or zeros; T = 0 is a
+ *               no-op
  *   alignment   CPU: element; CUDA: 16 bytes
  *   aliasing    out == residual; nothing else
- *   padding     ids -1: neither the row nor the weight is read
+ *   padding     ids -1: neither the row nor the weight is read; rows from *num_tokens_dev on are neither read nor
+ *               written
  *   NaN         flows through, to its own token only
  *   errors      CPU: an id below -1 fails before anything is written (the op does not know E)
  */
@@ -27,8 +29,8 @@ epmoei_floor_t epmoei_sum_floor(const epmoe_sum_args_t *args);
 epmoe_status_t epmoei_sum_ref(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_sum_cpu(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 
-/* Host memory only: checks what ids holds. */
-epmoe_status_t epmoei_sum_check_ids(const epmoe_sum_args_t *args);
+/* Host memory only: checks what the first rows of ids hold. */
+epmoe_status_t epmoei_sum_check_ids(const epmoe_sum_args_t *args, int32_t num_tokens);
 
 #ifdef __cplusplus
 }

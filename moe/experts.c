@@ -2,7 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/activation.h"
-#include "kernels/kernel_table.h"
+#include "kernels/op_check.h"
 
 #include <string.h>
 
@@ -179,12 +179,15 @@ static epmoe_status_t check_pointers(const epmoe_experts_args_t *args)
     return EPMOE_OK;
 }
 
-/* On the CPU before anything is written; CUDA kernels treat such ids as unused and count them. */
-static epmoe_status_t check_ids(const epmoe_experts_args_t *args)
+/* On the CPU before anything is written; CUDA kernels read the count themselves, treat bad ids as unused and count
+ * them. */
+static epmoe_status_t check_host_values(epmoe_experts_args_t *args)
 {
     epmoe_backend_t backend;
     EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
     if (backend != EPMOE_BACKEND_CPU) return EPMOE_OK;
+    EPMOEI_CHECK(epmoei_actual_tokens(args->num_tokens_dev, args->num_tokens, &args->num_tokens));
+    args->num_tokens_dev = NULL;
     int64_t slots = (int64_t)args->num_tokens * args->top_k;
     for (int64_t s = 0; s < slots; s++)
         if (args->ids[s] < -1 || args->ids[s] >= args->num_experts)
@@ -240,7 +243,10 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
         sum.out_dtype = args->y_dtype;
         sum.y = plan.slots;
         sum.ids = args->ids + (int64_t)first * args->top_k;
-        sum.out = (char *)args->y + (int64_t)first * args->hidden * epmoe_dtype_size(args->y_dtype);
+        int64_t at = (int64_t)first * args->hidden;
+        sum.addend = args->addend ? args->addend + at : NULL;
+        sum.residual = args->residual ? (const char *)args->residual + at * epmoe_dtype_size(args->y_dtype) : NULL;
+        sum.out = (char *)args->y + at * epmoe_dtype_size(args->y_dtype);
         EPMOEI_CHECK(epmoe_sum(&sum, stream));
         add_stage(stage_us, EPMOE_STAGE_COMBINE, &time);
     }
@@ -266,7 +272,7 @@ epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t st
     EPMOEI_CHECK(plan_layout(NULL, &checked, &plan));
     if (checked.num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(check_pointers(&checked));
-    EPMOEI_CHECK(check_ids(&checked));
+    EPMOEI_CHECK(check_host_values(&checked));
     EPMOEI_CHECK(check_workspace(&checked, plan.bytes));
     return epmoei_experts_run(&checked, stream, NULL);
 }

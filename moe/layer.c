@@ -61,7 +61,7 @@ static epmoe_status_t make_workspace(epmoe_layer_t *layer)
 
 static epmoe_status_t make_ep(epmoe_layer_t *layer)
 {
-    if (!layer->config.num_experts) return EPMOE_OK;
+    if (!layer->config.num_experts || epmoe_comm_size(layer->comm) == 1) return EPMOE_OK;
     epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
     ep.num_experts = layer->config.num_experts;
     ep.top_k = layer->config.top_k;

@@ -48,7 +48,7 @@ struct epmoe_layer {
     epmoe_layer_config_t config; /* normalised */
     epmoe_comm_t *comm;
     epmoe_comm_t *own_comm; /* made for a caller without one */
-    epmoe_ep_t *ep;         /* NULL for a dense MLP */
+    epmoe_ep_t *ep;         /* NULL for a dense MLP and for one rank */
     epmoe_backend_t backend;
     int32_t first_expert;
     int32_t local_experts;

@@ -136,39 +136,39 @@ static epmoe_status_t run_shared(forward_t *forward)
     return epmoe_grouped_gemm(&gemm2, forward->stream);
 }
 
-static epmoe_status_t run_experts(forward_t *forward, const epmoe_dispatch_result_t *rows)
+/* This rank's experts on `tokens` rows. */
+static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tokens, const void *x, const int32_t *ids,
+                                         const float *weights, epmoe_dtype_t y_dtype, void *y)
 {
-    const epmoe_layer_t *layer = forward->layer;
     const epmoe_layer_config_t *config = &layer->config;
-    const epmoei_packed_weights_t *weights = &layer->weights;
-    if (layer->local_experts == 0) return EPMOE_OK;
+    const epmoei_packed_weights_t *packed = &layer->weights;
     epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
     experts.backend = layer->backend;
-    experts.num_tokens = *rows->num_rows;
+    experts.num_tokens = tokens;
     experts.top_k = config->top_k;
     experts.num_experts = layer->local_experts;
     experts.hidden = config->hidden;
     experts.intermediate = config->intermediate;
     experts.dtype = config->dtype;
-    experts.y_dtype = epmoe_ep_partial_dtype(layer->ep);
-    experts.x = rows->x;
-    experts.ids = rows->ids;
-    experts.weights = rows->weights;
-    experts.gate_up.format = weights->formats.gate_up;
-    experts.gate_up.data = weights->gate_up;
-    experts.down.format = weights->formats.down;
-    experts.down.data = weights->down;
+    experts.y_dtype = y_dtype;
+    experts.x = x;
+    experts.ids = ids;
+    experts.weights = weights;
+    experts.gate_up.format = packed->formats.gate_up;
+    experts.gate_up.data = packed->gate_up;
+    experts.down.format = packed->formats.down;
+    experts.down.data = packed->down;
     experts.layout = EPMOE_LAYOUT_PACKED;
-    experts.gate_up_bias = weights->gate_up_bias;
-    experts.down_bias = weights->down_bias;
+    experts.gate_up_bias = packed->gate_up_bias;
+    experts.down_bias = packed->down_bias;
     experts.activation = config->activation;
     experts.alpha = config->alpha;
     experts.limit = config->limit;
     experts.weight_on_input = config->weight_on_input;
-    experts.y = rows->y;
+    experts.y = y;
     experts.workspace = layer->workspace.experts_workspace;
     experts.workspace_bytes = layer->workspace.experts_bytes;
-    return epmoei_experts_run(&experts, forward->stream, forward->stage_us);
+    return experts;
 }
 
 /* y = shared + residual, for a layer that is nothing but its shared expert. */
@@ -188,12 +188,29 @@ static epmoe_status_t finish_dense(const forward_t *forward)
     return epmoe_sum(&sum, forward->stream);
 }
 
+/* One rank: the experts write y themselves. */
+static epmoe_status_t run_local(forward_t *forward)
+{
+    epmoe_layer_t *layer = forward->layer;
+    const epmoe_forward_args_t *args = &forward->args;
+    const epmoei_layer_workspace_t *workspace = &layer->workspace;
+    EPMOEI_CHECK(route(forward));
+    end_stage(forward, EPMOE_STAGE_ROUTER);
+    EPMOEI_CHECK(run_shared(forward));
+    end_stage(forward, EPMOE_STAGE_SHARED);
+    epmoe_experts_args_t experts = experts_args(layer, args->num_tokens, args->x, workspace->ids, workspace->weights,
+                                                layer->config.dtype, args->y);
+    experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
+    experts.residual = args->residual;
+    return epmoei_experts_run(&experts, forward->stream, forward->stage_us);
+}
+
 static void copy_out(void *to, const void *from, int64_t bytes)
 {
     if (to && bytes) memcpy(to, from, (size_t)bytes);
 }
 
-/* The routed part. `local` is this rank's status so far: it goes to all ranks with the dispatch, so that an error of
+/* Several ranks. `local` is this rank's status so far: it goes to all ranks with the dispatch, so that an error of
  * one rank is everybody's, and nobody waits for a rank that has given up. */
 static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
 {
@@ -217,7 +234,11 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows));
     end_stage(forward, EPMOE_STAGE_DISPATCH);
 
-    if (local == EPMOE_OK) local = run_experts(forward, &rows);
+    if (local == EPMOE_OK && layer->local_experts) {
+        epmoe_experts_args_t experts = experts_args(layer, *rows.num_rows, rows.x, rows.ids, rows.weights,
+                                                    epmoe_ep_partial_dtype(layer->ep), rows.y);
+        local = epmoei_experts_run(&experts, forward->stream, forward->stage_us);
+    }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
     if (local != EPMOE_OK)
         memset(rows.y, 0xFF,
@@ -246,6 +267,8 @@ epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forwar
 
     if (layer->ep) {
         status = run_routed(&forward, status);
+    } else if (layer->config.num_experts) {
+        if (status == EPMOE_OK) status = run_local(&forward);
     } else {
         if (status == EPMOE_OK) status = run_shared(&forward);
         end_stage(&forward, EPMOE_STAGE_SHARED);

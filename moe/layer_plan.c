@@ -234,7 +234,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
     result.weight_bytes = epmoei_layer_weights_layout(NULL, &checked, result.local_experts, &formats, &weights);
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows, &workspace));
     result.workspace_bytes = workspace.bytes;
-    if (checked.num_experts) {
+    if (checked.num_experts && size > 1) {
         epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
         ep.num_experts = checked.num_experts;
         ep.top_k = checked.top_k;

@@ -385,32 +385,35 @@ typedef struct epmoe_silu_and_mul_args_t {
 #define EPMOE_SILU_AND_MUL_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_silu_and_mul_args_t)
 EPMOE_API epmoe_status_t epmoe_silu_and_mul(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
 
-/* out[t,:] = residual[t,:] + sum over j ascending of weights[t,j] * y[t,j,:], fp32, rounded once. A slot with id -1
- * adds nothing, and neither its row nor its weight is read. out may alias residual.
- * Floor: bytes = T*k*d*b + T*d*b (+ T*d*b with residual). */
+/* out[t,:] = sum over j ascending of weights[t,j] * y[t,j,:], + addend[t,:] + residual[t,:], fp32, rounded once. A slot
+ * with id -1 adds nothing, and neither its row nor its weight is read. out may alias residual.
+ * Floor: bytes = T*k*d*b + T*d*b (+ T*d*b with residual, + 4*T*d with addend). */
 typedef struct epmoe_sum_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
     int32_t num_tokens;
     int32_t top_k;
     int32_t hidden;
-    epmoe_dtype_t y_dtype;   /* of the slot rows: F32, BF16, F16 */
-    epmoe_dtype_t out_dtype; /* of out and residual; 0 = y_dtype */
-    const void *y;           /* [T,k,d] */
-    const float *weights;    /* [T,k] or NULL (already applied) */
-    const int32_t *ids;      /* [T,k] or NULL (every slot used) */
-    const void *residual;    /* [T,d] or NULL */
-    void *out;               /* out [T,d] */
+    epmoe_dtype_t y_dtype;         /* of the slot rows: F32, BF16, F16 */
+    epmoe_dtype_t out_dtype;       /* of out and residual; 0 = y_dtype */
+    const void *y;                 /* [T,k,d] */
+    const float *weights;          /* [T,k] or NULL (already applied) */
+    const int32_t *ids;            /* [T,k] or NULL (every slot used) */
+    const void *residual;          /* [T,d] or NULL: added last */
+    void *out;                     /* out [T,d] */
+    const float *addend;           /* [T,d] or NULL: added before the residual */
+    const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t */
 } epmoe_sum_args_t;
 #define EPMOE_SUM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_sum_args_t)
 EPMOE_API epmoe_status_t epmoe_sum(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 
 /* The routed experts of a layer for given routing: align, GEMM 1 with the activation, GEMM 2, sum.
  *     h[t,j,:] = round(act(x[t] w13[e]^T + b13[e]), dtype)         e = ids[t,j]
- *     y[t,:]   = round(sum over j ascending of weights[t,j] * (h[t,j] w2[e]^T + b2[e]), y_dtype)
+ *     y[t,:]   = round(sum over j ascending of weights[t,j] * (h[t,j] w2[e]^T + b2[e]) + addend[t] + residual[t],
+ *                      y_dtype)
  * weight_on_input multiplies x's product by the weight before the bias and the activation, instead of the output
  * (Llama 4). A slot with id -1 adds nothing and its weight is not read; an expert twice in one token counts twice;
- * a token without any slot gets zeros. y may alias x.
+ * a token without any slot gets addend + residual, or zeros. y may alias x.
  * Errors: as the ops it is made of. On the CPU an id outside [-1,E) is INVALID_ARGUMENT and nothing is written.
  * Floor: bytes = active experts*3*d*f*b + T*d*2*b + 2*T*k*f*b; flops = 6*T*k*d*f. */
 typedef struct epmoe_experts_args_t {
@@ -437,7 +440,10 @@ typedef struct epmoe_experts_args_t {
     int32_t weight_on_input;
     void *y; /* out [T,d] */
     void *workspace;
-    int64_t workspace_bytes; /* at least epmoe_experts_workspace_size */
+    int64_t workspace_bytes;       /* at least epmoe_experts_workspace_size */
+    const float *addend;           /* [T,d] or NULL */
+    const void *residual;          /* [T,d] of y_dtype or NULL; y may alias it */
+    const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t */
 } epmoe_experts_args_t;
 #define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
@@ -554,7 +560,7 @@ EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, i
 
 typedef struct epmoe_dispatch_args_t {
     size_t struct_size;
-    int32_t num_tokens; /* T <= max_tokens, may be 0 */
+    int32_t num_tokens;    /* T <= max_tokens, may be 0 */
     int32_t reuse_routing; /* 1: T and ids are those of the previous dispatch of this object, on every rank: no routing
                               is computed and no ids travel. INVALID_ARGUMENT after a dispatch that failed. */
     const void *x;         /* [T,d] */
