@@ -353,7 +353,7 @@ Test(layer, capacity)
     epmoe_layer_t *layer = hand_layer(&hand);
     float x[3 * kD] = {1, 2, 3, 1, 4, 5, 6, 1, 7, 8, 9, 1}, *y = testing_buffer(sizeof x, 0);
     cr_assert_eq(epmoe_layer_forward(layer, x, y, 3, NULL), EPMOE_ERROR_CAPACITY);
-    cr_assert(strstr(epmoe_last_error(), "capacity is 2"), "%s", epmoe_last_error());
+    cr_assert(strstr(epmoe_last_error(), "the capacity is 2"), "%s", epmoe_last_error());
     cr_assert(testing_is_poison(y, 0, sizeof x));
     cr_assert_eq(epmoe_layer_forward(layer, x, y, 2, NULL), EPMOE_OK, "%s", epmoe_last_error());
     /* One of two equal logits: weight 1/2. */
