@@ -5,8 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* One expert of the given number is `factor` times the identity: silu(gate) * up with gate = 0 x + bias, silu(bias) =
- * 1, which takes bias = 1.2784645. */
+/* Expert e is e + 1 times the identity: gate is its bias alone, of which silu is 1, and up is x. */
 typedef struct scaling_t {
     int32_t num_experts, d;
     float *gate_up, *gate_up_bias, *down;
