@@ -129,7 +129,6 @@ void ranks_compare(ranks_t *ranks, const ranks_pair_t *pair, const ranks_call_t 
     args.y = call->tokens ? y : NULL, args.ids_out = ids, args.weights_out = weights;
     status = epmoe_layer_forward_args(pair->layer, &args, NULL);
     ranks_check(ranks, status == EPMOE_OK, "%s (%s)", epmoe_last_error(), layer_case_text(c));
-    /* Tokens whose partial rows cancel, weights that are all 0: the ranks' sums have no scale but their terms'. */
     double error = testing_row_error(y, c->dtype, ref, call->tokens, c->hidden);
     ranks_check(ranks, error <= tolerance(c->dtype), "%d tokens: off by %g (%s)", call->tokens, error,
                 layer_case_text(c));

@@ -23,7 +23,7 @@ static void run(int32_t ranks, int64_t least_checks, const char *program, const 
 
 Test(mpi_layer, equals_one_rank, .timeout = 600)
 {
-    for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 2500, "mpi_layer", "10");
+    for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 2500, "mpi_layer", "20");
 }
 
 Test(mpi_layer, one_rank_fails, .timeout = 600)
