@@ -63,6 +63,9 @@ static void random_cases(ranks_t *ranks, int32_t count)
         if (!same_bound) bound = testing_range(&ranks->own, 1, 40);
         epmoe_layer_config_t config = layer_case_config(&ranks->rng, bound, true);
         config.hidden = testing_range(&ranks->rng, 8, 200);
+        /* More than can come changes nothing. */
+        if (config.num_experts && testing_range(&ranks->rng, 0, 1))
+            config.capacity = 3 * bound * ranks->program.size + 40 * ranks->program.size;
         uint64_t seed = testing_next(&ranks->rng);
         ranks_pair_t pair = ranks_pair(ranks, &config, seed);
         if (!pair.layer || !pair.alone) return;
@@ -175,6 +178,49 @@ static void hidden_sizes(ranks_t *ranks)
     }
 }
 
+/* fp16 rows of +-131072, twice the largest fp16, that their weights bring back: alone, and from both ends of the ranks.
+ * h is silu(bias) * 32 = 32, down 128 times 32. */
+static void fp16_rows(ranks_t *ranks)
+{
+    enum { kD = 2, kF = 128, kE = 4 };
+    float router[kE * kD] = {0}, gate_up[kE * 2 * kF * kD] = {0}, bias[kE * 2 * kF], zero[kE * kD] = {0};
+    float down[kE * kD * kF];
+    int32_t first, count;
+    epmoe_expert_range(kE, ranks->program.size, ranks->program.rank, &first, &count);
+    for (int32_t e = 0; e < kE; e++)
+        for (int32_t i = 0; i < kF; i++) {
+            bias[e * 2 * kF + i] = 1.27846454276107f; /* silu of it is 1 */
+            bias[e * 2 * kF + kF + i] = 32;
+            for (int32_t n = 0; n < kD; n++) down[(e * kD + n) * kF + i] = e == kE - 1 ? -32 : 32;
+        }
+    for (int32_t k = 1; k <= 2; k++) {
+        epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+        config.hidden = kD, config.intermediate = kF, config.num_experts = kE, config.top_k = k;
+        config.expert_has_bias = 1;
+        config.dtype = EPMOE_F16;
+        config.max_tokens = 1;
+        epmoe_layer_t *layer = ranks_create(ranks, &config);
+        if (!layer) return;
+        epmoe_layer_weights_t w = EPMOE_LAYER_WEIGHTS_INIT;
+        w.router_dtype = EPMOE_F32, w.router = router;
+        w.gate_up.format = w.down.format = EPMOE_FORMAT_F32;
+        w.gate_up.data = gate_up, w.down.data = down + first * kD * kF;
+        w.gate_up_bias = bias, w.down_bias = zero;
+        ranks_check(ranks, epmoe_layer_set_weights(layer, &w) == EPMOE_OK, "%s", epmoe_last_error());
+        /* Probability 1/4 of the first; 1/2 of the first and of the last. */
+        const float logits[2][kE] = {{0, 0, 0, 0}, {0, -INFINITY, -INFINITY, 0}};
+        uint16_t x[kD] = {0}, y[kD];
+        epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+        args.num_tokens = 1, args.x = x, args.y = y, args.logits = logits[k - 1];
+        ranks_check(ranks, epmoe_layer_forward_args(layer, &args, NULL) == EPMOE_OK, "%s", epmoe_last_error());
+        for (int32_t i = 0; i < kD; i++) {
+            float value = epmoei_f16_to_f32(y[i]), right = k == 1 ? 32768.0f : 0.0f;
+            ranks_check(ranks, value == right, "fp16: %g, expected %g", (double)value, (double)right);
+        }
+        epmoe_layer_destroy(layer);
+    }
+}
+
 /* The same expert twice in one token, here and on another rank: dispatch, epmoe_experts, combine.
  * .25*4x + .25*4x + .3*2x + .2*1x = 2.8x. */
 static void repeated_experts(ranks_t *ranks)
@@ -237,6 +283,7 @@ int main(int argc, char **argv)
     empty_ranks(&ranks);
     uneven_experts(&ranks);
     if (ranks.program.size <= 8) hidden_sizes(&ranks);
+    fp16_rows(&ranks);
     repeated_experts(&ranks);
     ranks_check(&ranks, epmoei_alloc_live() == live, "%lld allocations leak", (long long)(epmoei_alloc_live() - live));
     return ranks_finish(&ranks);
