@@ -140,10 +140,15 @@ static void bad_dispatch(void *ctx, epmoe_bootstrap_t bootstrap)
          bootstrap.rank == 1 ? spoiled_dispatch(scene->variant, ep, &args) : epmoe_dispatch(ep, &args, &rows, NULL));
     scene->faults += rows.num_rows != NULL || rows.x != NULL; /* nothing was written */
     exchange_inputs_free(&inputs);
+    inputs = exchange_inputs(&scene->exchange, bootstrap.rank);
 
     /* A dispatch that failed leaves no rows to combine and no routing to reuse, but the object works. */
     epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
     scene->faults += epmoe_combine(ep, &combine, NULL) != EPMOE_ERROR_BAD_STATE;
+    args.num_tokens = inputs.num_tokens, args.x = inputs.x, args.ids = inputs.ids, args.weights = inputs.weights;
+    args.reuse_routing = 1;
+    scene->faults += epmoe_dispatch(ep, &args, &rows, NULL) != EPMOE_ERROR_INVALID_ARGUMENT;
+    exchange_inputs_free(&inputs);
     scene->faults += epmoe_comm_get_async_error(comm) != EPMOE_OK;
     scene->faults += exchange_round(&scene->exchange, bootstrap.rank, ep, 0, NULL);
     unmake(comm, ep);
