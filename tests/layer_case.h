@@ -23,4 +23,8 @@ typedef struct layer_forward_t {
 bool layer_case_check(epmoe_layer_t *layer, const oracle_model_t *model, const layer_forward_t *forward,
                       testing_rng_t *rng);
 
+/* Whether a block of the library's is one of `bytes`, as far as the allocator tells: it rounds up, large blocks to huge
+ * pages. NULL counts as 0 bytes. Says on stderr what is not. */
+bool layer_case_is_block(void *block, int64_t bytes);
+
 #endif
