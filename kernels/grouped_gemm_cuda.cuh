@@ -197,6 +197,24 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
         y[0] = bits[0];
 }
 
+/* Up to kCount neighbouring outputs of one row: one wide store where the row allows it. output(i) gives the values. */
+template <int kCount, typename Output>
+__device__ __forceinline__ void gemm_store_run(const gemm_params_t &p, int64_t element, int32_t count, Output output)
+{
+    if (count >= kCount && p.n_out % kCount == 0) {
+        float value[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; i++) value[i] = output(i);
+        gemm_store<kCount>(p, element, value);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < min(count, kCount); i++) {
+        float value[1] = {output(i)};
+        gemm_store<1>(p, element + i, value);
+    }
+}
+
 /* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`
  * names. Eight outputs a thread and step where rows of y allow 16-byte stores, one otherwise. */
 template <int kThreads>

@@ -57,14 +57,15 @@ struct tile_t {
     int32_t col;   /* first weight row */
 };
 
-__device__ __forceinline__ int32_t round_width(int32_t rows)
+/* Every width is a copy of the code: these are few enough to compile and close enough to waste little. */
+template <int kMaxN> __device__ __forceinline__ int32_t round_width(int32_t rows)
 {
-    if (rows <= 64) return (rows + 7) / 8 * 8;
-    if (rows <= 128) return (rows + 15) / 16 * 16;
-    return (rows + 31) / 32 * 32;
+    if (kMaxN > 64) return (rows + 31) / 32 * 32;
+    return rows <= 32 ? (rows + 7) / 8 * 8 : (rows + 15) / 16 * 16;
 }
 
 /* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. */
+template <int kMaxN>
 __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t index,
                                             int32_t col_tiles)
 {
@@ -84,7 +85,7 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_
     tile.expert = lo;
     tile.row = first + local % row_tiles * each;
     tile.rows = max(0, min(each, first + rows - tile.row));
-    tile.width = round_width(tile.rows);
+    tile.width = round_width<kMaxN>(tile.rows);
     tile.col = local / row_tiles * kBlockW;
     return tile;
 }
@@ -115,14 +116,14 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const CUtensorMa
     uint32_t count = 0; /* stages filled so far */
 
     for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const tile_t tile = find_tile(p, cumulative, index, col_tiles);
+        const tile_t tile = find_tile<Pipeline::kMaxN>(p, cumulative, index, col_tiles);
         if (tile.rows == 0) continue;
-        ptx_named_barrier(1, kWarpgroup);
+        ptx_named_barrier<1>(kWarpgroup);
         for (int i = tid; i < tile.width; i += kWarpgroup) {
             int32_t slot = i < tile.rows ? p.row_index ? p.row_index[tile.row + i] : tile.row + i : -1;
             x_rows[i] = slot < 0 || slot >= p.num_slots ? -1 : slot / p.x_row_divisor;
         }
-        ptx_named_barrier(1, kWarpgroup);
+        ptx_named_barrier<1>(kWarpgroup);
 
         for (int step = 0; step < k_steps; step++, count++) {
             const uint32_t stage = count % Pipeline::kStages;
@@ -169,22 +170,36 @@ struct consumer_t {
     int32_t tid;   /* in the warpgroup */
 };
 
-/* kChunk tokens from token `first` on: accumulators to shared memory, and from there along the weight rows to y. */
-template <int kN, int kChunk>
-__device__ __forceinline__ void store_chunk(const gemm_params_t &p, const tile_t &tile, const consumer_t &c,
-                                            const float (&acc)[kN / 2], int chunk)
+/* Barrier numbers are immediates: one in a register would reserve all sixteen. */
+__device__ __forceinline__ void warpgroup_barrier(const consumer_t &c)
 {
-    const int lane = c.tid % 32, warp = c.tid / 32;
-    float *staging = c.staging + chunk % 2 * kMaxChunk * kStagingRow;
-#pragma unroll
-    for (int j = 0; j < kChunk / 8; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            staging[(j * 8 + lane % 4 * 2 + i % 2) * kStagingRow + warp * 16 + lane / 4 + i / 2 * 8] =
-                acc[(chunk * (kChunk / 8) + j) * 4 + i];
-    ptx_named_barrier(2 + c.group, kWarpgroup);
+    if (c.group == 0)
+        ptx_named_barrier<2>(kWarpgroup);
+    else
+        ptx_named_barrier<3>(kWarpgroup);
+}
 
-    /* Columns of one token by neighbouring threads, kCols each. */
+/* The accumulators of tokens [chunk * kChunk, + kChunk) to shared memory, weight rows along the columns. */
+template <int kN, int kChunk>
+__device__ __forceinline__ void stage_chunk(const consumer_t &c, const float (&acc)[kN / 2], int chunk, float *staging)
+{
+    float *to = staging + c.tid % 4 * 2 * kStagingRow + c.tid / 32 * 16 + c.tid % 32 / 4;
+    /* Registers cannot be indexed: the chunk selects one of the copies of this code. */
+#pragma unroll
+    for (int i = 0; i < kN / kChunk; i++)
+        if (i == chunk)
+#pragma unroll
+            for (int j = 0; j < kChunk / 8; j++)
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+                    to[(j * 8 + r % 2) * kStagingRow + r / 2 * 8] = acc[(i * (kChunk / 8) + j) * 4 + r];
+}
+
+/* One chunk from shared memory to y: neighbouring threads take neighbouring columns of a token, kCols each. */
+template <int kChunk>
+__device__ __forceinline__ void store_chunk(const gemm_params_t &p, const tile_t &tile, const consumer_t &c, int chunk,
+                                            const float *staging)
+{
     constexpr int kCols = 64 * kChunk / kWarpgroup, kThreadsPerToken = 64 / kCols;
     const int token = chunk * kChunk + c.tid / kThreadsPerToken, local = c.tid % kThreadsPerToken * kCols;
     const int32_t slot = token < tile.rows ? c.slots[token] : -1;
@@ -193,33 +208,13 @@ __device__ __forceinline__ void store_chunk(const gemm_params_t &p, const tile_t
     const float weight = c.weights[token];
     const float *from = staging + c.tid / kThreadsPerToken * kStagingRow + local;
     const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
-    if (p.gated) {
-        int64_t element = (int64_t)slot * p.n_out + col / 2;
-        float value[kCols / 2];
-#pragma unroll
-        for (int i = 0; i < kCols / 2; i++)
-            value[i] = col + 2 * i < p.n ? gemm_finish(p, bias, weight, col + 2 * i, from[2 * i], from[2 * i + 1]) : 0;
-        if (p.n_out % (kCols / 2) == 0)
-            gemm_store<kCols / 2>(p, element, value);
-        else
-            for (int i = 0; i < kCols / 2 && col + 2 * i < p.n; i++) {
-                float one[1] = {value[i]};
-                gemm_store<1>(p, element + i, one);
-            }
-    } else {
-        int64_t element = (int64_t)slot * p.n_out + col;
-        float value[kCols];
-#pragma unroll
-        for (int i = 0; i < kCols; i++)
-            value[i] = col + i < p.n ? gemm_finish(p, bias, weight, col + i, from[i], 0.0f) : 0;
-        if (p.n_out % kCols == 0)
-            gemm_store<kCols>(p, element, value);
-        else
-            for (int i = 0; i < kCols && col + i < p.n; i++) {
-                float one[1] = {value[i]};
-                gemm_store<1>(p, element + i, one);
-            }
-    }
+    if (p.gated)
+        gemm_store_run<kCols / 2>(p, (int64_t)slot * p.n_out + col / 2, min(kCols, p.n - col) / 2, [&](int i) {
+            return gemm_finish(p, bias, weight, col + 2 * i, from[2 * i], from[2 * i + 1]);
+        });
+    else
+        gemm_store_run<kCols>(p, (int64_t)slot * p.n_out + col, min(kCols, p.n - col),
+                              [&](int i) { return gemm_finish(p, bias, weight, col + i, from[i], 0.0f); });
 }
 
 template <typename T, typename Pipeline, int kN>
@@ -255,7 +250,7 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
     ptx_wgmma_wait<0>();
     if (c.tid == 0) ptx_mbarrier_arrive(c.empty + 8 * ((count - 1) % Pipeline::kStages));
 
-    ptx_named_barrier(2 + c.group, kWarpgroup); /* the previous tile's slots and staging are read */
+    warpgroup_barrier(c); /* the previous tile's slots and staging are read */
 #pragma unroll
     for (int i = 0; i < (kN + kWarpgroup - 1) / kWarpgroup; i++) {
         int32_t token = c.tid + i * kWarpgroup, slot = slots[i] < p.num_slots ? slots[i] : -1;
@@ -263,11 +258,15 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
         c.slots[token] = slot;
         c.weights[token] = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
     }
-    ptx_named_barrier(2 + c.group, kWarpgroup);
+    warpgroup_barrier(c);
     constexpr int kChunk = kN % 16 == 0 ? 16 : 8;
-#pragma unroll
-    for (int chunk = 0; chunk < kN / kChunk; chunk++)
-        if (chunk * kChunk < tile.rows) store_chunk<kN, kChunk>(p, tile, c, acc, chunk);
+#pragma unroll 1
+    for (int chunk = 0; chunk * kChunk < tile.rows; chunk++) {
+        float *staging = c.staging + chunk % 2 * kMaxChunk * kStagingRow;
+        stage_chunk<kN, kChunk>(c, acc, chunk, staging);
+        warpgroup_barrier(c);
+        store_chunk<kChunk>(p, tile, c, chunk, staging);
+    }
 }
 
 template <typename T, typename Pipeline>
@@ -288,7 +287,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, char *shared, co
     c.empty = ptx_shared_address(tail->empty);
     uint32_t count = 0;
     for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const tile_t tile = find_tile(p, cumulative, index, col_tiles);
+        const tile_t tile = find_tile<Pipeline::kMaxN>(p, cumulative, index, col_tiles);
 #define WIDTH(n)                                                                                                       \
     case n: consume_tile<T, Pipeline, n>(p, tile, c, count); break
         if constexpr (Pipeline::kMaxN == 64) switch (tile.width) {
@@ -296,24 +295,14 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, char *shared, co
                 WIDTH(16);
                 WIDTH(24);
                 WIDTH(32);
-                WIDTH(40);
                 WIDTH(48);
-                WIDTH(56);
                 WIDTH(64);
             }
         else
             switch (tile.width) {
-                WIDTH(8);
-                WIDTH(16);
-                WIDTH(24);
                 WIDTH(32);
-                WIDTH(40);
-                WIDTH(48);
-                WIDTH(56);
                 WIDTH(64);
-                WIDTH(80);
                 WIDTH(96);
-                WIDTH(112);
                 WIDTH(128);
                 WIDTH(160);
                 WIDTH(192);

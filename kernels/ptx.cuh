@@ -127,10 +127,10 @@ template <int kRegisters> __device__ __forceinline__ void ptx_setmaxnreg_dec()
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/* Barrier `id` (1..15) among `threads` threads. */
-__device__ __forceinline__ void ptx_named_barrier(int32_t id, int32_t threads)
+/* Barrier kId (1..15) among `threads` threads. */
+template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 #endif
