@@ -3,6 +3,7 @@
 #define EPMOEI_CUDA_COMMON_CUH
 
 #include "base/device.h"
+#include "base/dtype.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -20,8 +21,9 @@ static inline bool epmoei_is_aligned(const void *pointer, uintptr_t bytes)
 #define EPMOEI_CHECK_ALIGNED(pointer, bytes)                                                                           \
     do {                                                                                                               \
         if (!epmoei_is_aligned(pointer, bytes))                                                                        \
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, #pointer " is %p: expected an address aligned to %d bytes", \
-                               (const void *)(pointer), (int)(bytes));                                                 \
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,                                                           \
+                               #pointer " is %p: expected an address aligned to %d bytes", (const void *)(pointer),    \
+                               (int)(bytes));                                                                          \
     } while (0)
 
 /* The C++ element type of a dtype; the launchers' one switch. */
@@ -49,7 +51,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 epmoei_from_float<__nv_bflo
 template <> __device__ __forceinline__ __half epmoei_from_float<__half>(float x) { return __float2half_rn(x); }
 
 /* 16 bytes of elements. */
-template <typename T> struct __align__(16) epmoei_vec16 {
+template <typename T> struct __align__(16) epmoei_vec16
+{
     static constexpr int kCount = 16 / (int)sizeof(T);
     T element[kCount];
 };

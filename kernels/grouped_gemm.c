@@ -122,6 +122,8 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
     if (checked.max_rows == 0) return EPMOE_OK;
-    EPMOEI_CHECK(check_rows(&checked));
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
+    if (backend == EPMOE_BACKEND_CPU) EPMOEI_CHECK(check_rows(&checked));
     return kernels->grouped_gemm(&checked, stream);
 }

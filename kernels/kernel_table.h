@@ -10,8 +10,8 @@
 extern "C" {
 #endif
 
-/* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0, and
- * every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
+/* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
+ * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
 typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);

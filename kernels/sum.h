@@ -1,14 +1,13 @@
 /* Weighted sum of the k slot rows of each token; the maths stand at epmoe_sum_args_t.
  *
  * Contract of every kernel:
- *   order       acc = 0, then acc += weight * y for j ascending, then addend and residual are added, fp32;
- *               rounded once
+ *   order       acc = 0, then acc += weight * y for j ascending, then the addend, then the residual, fp32; rounded once
  *   edges       any hidden >= 1, any k >= 1; a token without any slot gets addend + residual, or zeros; T = 0 is a
  *               no-op
  *   alignment   CPU: element; CUDA: y, out, addend and residual 16 bytes at their base, the rest 4
  *   aliasing    out == residual; nothing else
- *   padding     ids -1: neither the row nor the weight is read
- *               rows from *num_tokens_dev on are neither read nor written
+ *   padding     ids -1: neither the row nor the weight is read; rows from *num_tokens_dev on are neither read nor
+ *               written
  *   NaN         flows through, to its own token only
  *   errors      CPU: an id below -1 fails before anything is written (the op does not know E); CUDA: it counts as -1
  *               and adds to the error word

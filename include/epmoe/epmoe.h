@@ -410,11 +410,12 @@ EPMOE_API epmoe_status_t epmoe_sum(const epmoe_sum_args_t *args, epmoe_stream_t 
 /* The routed experts of a layer for given routing: align, GEMM 1 with the activation, GEMM 2, sum.
  *     h[t,j,:] = round(act(x[t] w13[e]^T + b13[e]), dtype)         e = ids[t,j]
  *     y[t,:]   = round(sum over j ascending of weights[t,j] * (h[t,j] w2[e]^T + b2[e]) + addend[t] + residual[t],
- * y_dtype) weight_on_input multiplies x's product by the weight before the bias and the activation, instead of the
- * output (Llama 4). A slot with id -1 adds nothing and its weight is not read; an expert twice in one token counts
- * twice; a token without any slot gets addend + residual, or zeros. y may alias x. Errors: as the ops it is made of. On
- * the CPU an id outside [-1,E) is INVALID_ARGUMENT and nothing is written. Floor: bytes = active experts*3*d*f*b +
- * T*d*2*b + 2*T*k*f*b; flops = 6*T*k*d*f. */
+ *                      y_dtype)
+ * weight_on_input multiplies x's product by the weight before the bias and the activation, instead of the output
+ * (Llama 4). A slot with id -1 adds nothing and its weight is not read; an expert twice in one token counts twice;
+ * a token without any slot gets addend + residual, or zeros. y may alias x.
+ * Errors: as the ops it is made of. On the CPU an id outside [-1,E) is INVALID_ARGUMENT and nothing is written.
+ * Floor: bytes = active experts*3*d*f*b + T*d*2*b + 2*T*k*f*b; flops = 6*T*k*d*f. */
 typedef struct epmoe_experts_args_t {
     size_t struct_size;
     epmoe_backend_t backend;

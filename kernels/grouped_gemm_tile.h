@@ -1,0 +1,20 @@
+/* Which tile a grouped GEMM takes: pure functions of the shape, so that a test can print them. */
+#ifndef EPMOEI_GROUPED_GEMM_TILE_H
+#define EPMOEI_GROUPED_GEMM_TILE_H
+
+#include "base/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Tile height of the sm80 tier, 16 to 128 rows, for max_rows rows spread over num_experts experts. A tile twice as high
+ * reads the weights half as often and computes up to twice as many rows that are not there, so the height follows the
+ * mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache. */
+int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
