@@ -160,6 +160,44 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_stream_create(epmoe_stream_t *stream)
+{
+    *stream = NULL;
+    EPMOEI_CUDA(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    return EPMOE_OK;
+}
+
+void epmoei_stream_destroy(epmoe_stream_t stream)
+{
+    if (stream && cudaStreamDestroy(stream) != cudaSuccess) cudaGetLastError();
+}
+
+bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
+{
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (backend != EPMOE_BACKEND_CUDA) return false;
+    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) cudaGetLastError();
+    return capture != cudaStreamCaptureStatusNone;
+}
+
+bool epmoei_memory_is_device(const void *pointer)
+{
+    struct cudaPointerAttributes attributes;
+    if (epmoei_device_count() == 0) return false;
+    if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+}
+
+epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
+{
+    unsigned flags = epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream) ? cudaEventRecordExternal : 0;
+    EPMOEI_CUDA(cudaEventRecordWithFlags((cudaEvent_t)event, stream, flags));
+    return EPMOE_OK;
+}
+
 static volatile int32_t *find_error_word(void)
 {
     int device = -1;
@@ -251,6 +289,32 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
 {
     (void)backend, (void)stream;
     return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_stream_create(epmoe_stream_t *stream)
+{
+    *stream = NULL;
+    return no_cuda();
+}
+
+void epmoei_stream_destroy(epmoe_stream_t stream) { (void)stream; }
+
+bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
+{
+    (void)backend, (void)stream;
+    return false;
+}
+
+bool epmoei_memory_is_device(const void *pointer)
+{
+    (void)pointer;
+    return false;
+}
+
+epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
+{
+    (void)event, (void)stream;
+    return no_cuda();
 }
 
 int32_t *epmoei_error_word(void) { return NULL; }

@@ -65,7 +65,7 @@ struct epmoe_ep {
     int32_t num_tokens;
     int32_t num_rows;
     int64_t wire_bytes; /* of the last dispatch and its combine */
-    const void *x; /* rows for the caller: the received ones, with one rank his own */
+    const void *x;      /* rows for the caller: the received ones, with one rank his own */
     const int32_t *ids;
     const float *weights;
 

@@ -23,6 +23,9 @@ struct gemm_params_t {
     int32_t x_row_divisor;
     int32_t weight_on_input;
     int32_t interleaved;
+    int32_t gated;
+    int32_t max_rows;
+    const int32_t *num_rows_dev;
     epmoe_activation_t activation;
     epmoe_dtype_t y_dtype;
     float alpha;
@@ -42,12 +45,15 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
     p.num_experts = args->num_experts;
     p.n = args->n;
     p.k = args->k;
-    p.n_out = args->activation == EPMOE_ACTIVATION_NONE ? args->n : args->n / 2;
+    p.gated = args->activation < EPMOE_ACTIVATION_NONE;
+    p.n_out = p.gated ? args->n / 2 : args->n;
     p.num_slots = args->num_slots;
+    p.max_rows = args->max_rows;
+    p.num_rows_dev = args->num_rows_dev;
     p.x_row_divisor = args->x_row_divisor;
     p.weight_on_input = args->weight_on_input;
-    /* Without an activation the rows of w are the outputs, in order. */
-    p.interleaved = args->activation == EPMOE_ACTIVATION_NONE || args->layout != EPMOE_LAYOUT_GATE_FIRST;
+    /* Ungated, the rows of w are the outputs, in order. */
+    p.interleaved = !p.gated || args->layout != EPMOE_LAYOUT_GATE_FIRST;
     p.activation = args->activation;
     p.y_dtype = args->y_dtype;
     p.alpha = args->alpha;
@@ -59,6 +65,13 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
 __device__ __forceinline__ int32_t gemm_weight_row(const gemm_params_t &p, int32_t col)
 {
     return p.interleaved ? col : (col & 1) * p.n_out + (col >> 1);
+}
+
+/* First row of expert e in the sorted order; e = E gives the end. */
+__device__ __forceinline__ int32_t gemm_expert_offset(const gemm_params_t &p, int32_t e)
+{
+    if (p.expert_offsets) return p.expert_offsets[e];
+    return e == 0 ? 0 : epmoei_device_tokens(p.num_rows_dev, p.max_rows);
 }
 
 /* The largest number of row tiles that max_rows rows of num_experts experts can make. */
@@ -80,7 +93,7 @@ __device__ int32_t gemm_count_tiles(const gemm_params_t &p, int32_t block_m, int
         int32_t e = first + (int32_t)threadIdx.x;
         int32_t tiles = 0;
         if (e < p.num_experts) {
-            int32_t rows = p.expert_offsets[e + 1] - p.expert_offsets[e];
+            int32_t rows = gemm_expert_offset(p, e + 1) - gemm_expert_offset(p, e);
             tiles = rows > 0 ? (rows + block_m - 1) / block_m : 0;
         }
         int32_t sum = tiles;
@@ -125,8 +138,8 @@ __device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, co
     int32_t local = (int32_t)(tile - (int64_t)cumulative[lo] * col_tiles);
     gemm_tile_t t;
     t.expert = lo;
-    t.row = p.expert_offsets[lo] + local % row_tiles * block_m;
-    t.rows = min(block_m, p.expert_offsets[lo + 1] - t.row);
+    t.row = gemm_expert_offset(p, lo) + local % row_tiles * block_m;
+    t.rows = min(block_m, gemm_expert_offset(p, lo + 1) - t.row);
     t.col = local / row_tiles * block_n;
     return t;
 }
@@ -142,11 +155,12 @@ __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float
     }
     float value = a;
     if (bias) value += bias[gemm_weight_row(p, col)];
-    if (p.activation != EPMOE_ACTIVATION_NONE) {
+    if (p.gated) {
         float up = b;
         if (bias) up += bias[gemm_weight_row(p, col + 1)];
         value = epmoei_activate_device(p.activation, value, up, p.alpha, p.limit);
-    }
+    } else if (p.activation == EPMOE_ACTIVATION_SIGMOID)
+        value = epmoei_sigmoid_device(value);
     return p.weight_on_input ? value : value * weight;
 }
 
@@ -183,7 +197,7 @@ template <int kThreads>
 __device__ __forceinline__ void gemm_store_tile(const gemm_params_t &p, const gemm_tile_t &tile, const float *staging,
                                                 int32_t staging_row, int32_t block_n, const int32_t *slots)
 {
-    const bool gated = p.activation != EPMOE_ACTIVATION_NONE;
+    const bool gated = p.gated;
     const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
     const int32_t first = gated ? tile.col / 2 : tile.col;
     const int32_t count = min(gated ? block_n / 2 : block_n, p.n_out - first);
