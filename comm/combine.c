@@ -2,11 +2,9 @@
  *   bytes on the wire per row: d * (2 for a bf16 partial, else 4) */
 #include "comm/ep_plan.h"
 
-#include "base/dtype.h"
+#include "kernels/row_blocks.h"
 
 #include <string.h>
-
-#define CHUNK 1024 /* columns of one accumulator: stays in the first cache level */
 
 static epmoe_status_t check_args(const epmoe_ep_t *ep, epmoe_combine_args_t *own, const epmoe_combine_args_t *args)
 {
@@ -42,42 +40,19 @@ static const char *partial_row(const epmoe_ep_t *ep, int64_t slot)
     return b->outbox + epmoei_ep_outbox_row(ep, slot) * ep->partial_bytes;
 }
 
-/* acc[c] += src[first + c] */
-static void add_columns(float *restrict acc, const void *src, epmoe_dtype_t dtype, int64_t first, int64_t num)
+static void sum_block(const epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoei_block_t block)
 {
-    switch (dtype) {
-    case EPMOE_F32:
-        for (int64_t c = 0; c < num; c++) acc[c] += epmoei_load(src, EPMOE_F32, first + c);
-        break;
-    case EPMOE_BF16:
-        for (int64_t c = 0; c < num; c++) acc[c] += epmoei_load(src, EPMOE_BF16, first + c);
-        break;
-    default:
-        for (int64_t c = 0; c < num; c++) acc[c] += epmoei_load(src, EPMOE_F16, first + c);
-        break;
-    }
-}
-
-static void sum_token(const epmoe_ep_t *ep, const epmoe_combine_args_t *args, int64_t t)
-{
-    const char *rows[EPMOE_MAX_TOP_K];
-    int32_t num_rows = 0, width = ep->config.top_k < ep->size ? ep->config.top_k : ep->size;
-    int64_t d = ep->config.hidden, element = epmoe_dtype_size(ep->config.dtype);
-    if (ep->size == 1)
-        rows[num_rows++] = ep->buffers.y + t * ep->partial_bytes;
-    else
-        for (int32_t i = 0; i < width && ep->buffers.token_slots[t * width + i] >= 0; i++)
-            rows[num_rows++] = partial_row(ep, ep->buffers.token_slots[t * width + i]);
-
-    for (int64_t first = 0; first < d; first += CHUNK) {
-        float acc[CHUNK];
-        int64_t num = epmoei_min64(CHUNK, d - first);
-        memset(acc, 0, (size_t)num * sizeof *acc);
-        for (int32_t i = 0; i < num_rows; i++) add_columns(acc, rows[i], ep->partial_dtype, first, num);
-        if (args->shared) add_columns(acc, args->shared, EPMOE_F32, t * d + first, num);
-        if (args->residual) add_columns(acc, args->residual, ep->config.dtype, t * d + first, num);
-        epmoei_from_f32((char *)args->y + (t * d + first) * element, acc, ep->config.dtype, num);
-    }
+    int32_t width = ep->config.top_k < ep->size ? ep->config.top_k : ep->size;
+    const int32_t *slots = ep->size > 1 ? ep->buffers.token_slots + block.row * width : NULL;
+    int64_t at = block.row * ep->config.hidden + block.first;
+    float acc[EPMOEI_BLOCK_COLS];
+    memset(acc, 0, (size_t)block.cols * sizeof *acc);
+    if (!slots) epmoei_block_add(acc, ep->buffers.y, ep->partial_dtype, at, block.cols, 1.0f);
+    for (int32_t i = 0; slots && i < width && slots[i] >= 0; i++)
+        epmoei_block_add(acc, partial_row(ep, slots[i]), ep->partial_dtype, block.first, block.cols, 1.0f);
+    if (args->shared) epmoei_block_add(acc, args->shared, EPMOE_F32, at, block.cols, 1.0f);
+    if (args->residual) epmoei_block_add(acc, args->residual, ep->config.dtype, at, block.cols, 1.0f);
+    epmoei_from_f32(epmoei_at(args->y, ep->config.dtype, at), acc, ep->config.dtype, block.cols);
 }
 
 epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream)
@@ -93,8 +68,8 @@ epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, e
     if (ep->size > 1) EPMOEI_CHECK(bring_home(ep)); /* also with a bad argument: the peers wait for these rows */
     EPMOEI_CHECK(local);
 
-    int64_t bytes = (int64_t)ep->num_tokens * ep->partial_bytes;
-#pragma omp parallel for schedule(static) if (bytes > EPMOEI_PARALLEL_BYTES)
-    for (int64_t t = 0; t < ep->num_tokens; t++) sum_token(ep, &own, t);
+    int64_t hidden = ep->config.hidden, num_blocks = ep->num_tokens * epmoei_blocks_per_row(hidden);
+#pragma omp parallel for schedule(static) if (ep->num_tokens * hidden >= EPMOEI_MIN_PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < num_blocks; i++) sum_block(ep, &own, epmoei_block(i, hidden));
     return EPMOE_OK;
 }

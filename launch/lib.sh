@@ -52,10 +52,10 @@ need() {
 
     local command="apt-get install -y --no-install-recommends ${missing[*]}"
     command -v apt-get >/dev/null ||
-        die "missing here: ${missing[*]} (Debian's names; this system has no apt-get). Install what they stand for and run this again."
+        die "missing here, by Debian's names: ${missing[*]}. This system has no apt-get: install them by its own means."
     [ "${EPMOE_INSTALL:-1}" != 0 ] || die "missing here: ${missing[*]}. As root: $command"
     if [ "$(id -u)" -ne 0 ]; then
-        command -v sudo >/dev/null || die "missing here: ${missing[*]}, and neither root nor sudo is at hand. As root: $command"
+        command -v sudo >/dev/null || die "missing here: ${missing[*]}, and there is no sudo. As root: $command"
         root=(sudo)
     fi
     root+=(env DEBIAN_FRONTEND=noninteractive)
@@ -128,7 +128,7 @@ mpi_environment() {
     # Ranks of one machine exchange through files in /dev/shm, some MiB each; a container has often 64 MiB in all.
     shm=$(df --output=avail -BM /dev/shm 2>/dev/null | tr -dc '0-9\n' | tail -n 1)
     if [ "${shm:-0}" -lt $((64 * ranks)) ]; then
-        say "  /dev/shm has ${shm:-0} MiB free (docker: --shm-size=1g); MPI's shared files go to ${TMPDIR:-/tmp} instead:"
+        say "  /dev/shm has only ${shm:-0} MiB free (docker: --shm-size=1g), so MPI's shared files go elsewhere:"
         set_variable OMPI_MCA_btl_vader_backing_directory "${TMPDIR:-/tmp}"
         set_variable OMPI_MCA_btl_sm_backing_directory "${TMPDIR:-/tmp}"
     fi

@@ -2,7 +2,7 @@
 # Builds epmoe with its tests in build/ and runs them. Installs what is missing on Debian and Ubuntu, and says so.
 #
 #   launch/test.sh [ARGUMENT OF ctest...]       for example: launch/test.sh -R topk
-#   SANITIZE=1 launch/test.sh                   the one-process tests under ASan, UBSan and LeakSanitizer, in build-asan/
+#   SANITIZE=1 launch/test.sh                   the one-process tests under ASan, UBSan and LeakSanitizer: build-asan/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/lib.sh
@@ -10,15 +10,19 @@ source launch/lib.sh
 need_to_build
 need libcriterion-dev pkg-config
 dir=build
-options=(-DEPMOE_TESTS=ON -DEPMOE_WERROR=ON)
+options=(-DEPMOE_TESTS=ON)
 selection=()
 if [ "${SANITIZE:-0}" != 0 ]; then
     dir=build-asan
-    options+=("-DEPMOE_SANITIZE=address,undefined")
+    # Warnings stay warnings here: with a sanitizer GCC warns of paths that its own checks made.
+    options+=("-DEPMOE_SANITIZE=address,undefined" -DEPMOE_WERROR=OFF)
     selection=(-L cpu)
-    export ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1
+    # GCC before 14 misaligns vectors of 64 bytes on the stack that detects a use after return.
+    export ASAN_OPTIONS=detect_stack_use_after_return=0:strict_string_checks=1
     export UBSAN_OPTIONS=print_stacktrace=1
     export LSAN_OPTIONS=suppressions=$PWD/tests/lsan.supp:print_suppressions=0
+else
+    options+=(-DEPMOE_WERROR=ON)
 fi
 build "$dir" "${options[@]}"
 # Some tests start up to 8 ranks.

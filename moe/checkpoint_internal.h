@@ -1,5 +1,6 @@
 /* A checkpoint's parts, shared by the files that make it: checkpoint.c (folder, shards, index), checkpoint_layer.c
- * (views of a layer's tensors), checkpoint_names.c (tensors that nobody asked for). */
+ * (a layer's tensors), checkpoint_reader.c (one tensor as a view), checkpoint_names.c (tensors that nobody asked for).
+ */
 #ifndef EPMOEI_CHECKPOINT_INTERNAL_H
 #define EPMOEI_CHECKPOINT_INTERNAL_H
 
@@ -37,6 +38,37 @@ const char *epmoei_checkpoint_name(char name[EPMOEI_NAME_BYTES], const epmoe_che
 /* The quantised formats' tensors of one projection, without the projection's name; NULL at the end. */
 extern const char *const epmoei_quantised_suffixes[];
 extern const char *const epmoei_quantised_stacked_suffixes[];
+
+/* One layer being read. A weight that this version cannot compute with is not an error of the file: it leaves its view
+ * absent and is noted here, the first of them. */
+typedef struct epmoei_reader_t {
+    const epmoe_checkpoint_t *checkpoint;
+    const epmoei_tensor_names_t *names;
+    int32_t layer;
+    const char *module;
+    const epmoei_tensor_t *refused;
+    const char *refused_format;
+} epmoei_reader_t;
+
+/* Names below the reader's module: `pattern` with %d replaced by `expert`, then `suffix`. */
+const epmoei_tensor_t *epmoei_reader_find(const epmoei_reader_t *reader, const char *pattern, int32_t expert,
+                                          const char *suffix);
+bool epmoei_reader_has_prefix(const epmoei_reader_t *reader, const char *prefix);
+/* Whether a projection, or a stacked gate/up weight, is there in any format. */
+bool epmoei_reader_has_projection(const epmoei_reader_t *reader, const char *pattern);
+bool epmoei_reader_has_stacked(const epmoei_reader_t *reader);
+/* The FORMAT error for a tensor that is not there. */
+epmoe_status_t epmoei_reader_missing(const epmoei_reader_t *reader, const char *pattern, int32_t expert,
+                                     const char *suffix);
+/* A tensor of one dimension as a view of one row. */
+epmoe_status_t epmoei_reader_row(epmoei_reader_t *reader, const char *pattern, const epmoei_config_size_t *cols,
+                                 epmoei_view_t *view);
+/* A projection [rows,cols]; a size with value < 0 accepts any. */
+epmoe_status_t epmoei_reader_projection(epmoei_reader_t *reader, const char *pattern, int32_t expert,
+                                        const epmoei_config_size_t *rows, const epmoei_config_size_t *cols,
+                                        epmoei_view_t *view);
+/* One expert of stacked weights and biases. */
+epmoe_status_t epmoei_reader_stacked_expert(epmoei_reader_t *reader, int32_t expert, epmoei_expert_source_t *source);
 
 /* Finds where the layer keeps its MLP and checks every tensor of it. */
 epmoe_status_t epmoei_checkpoint_check_layer(epmoe_checkpoint_t *checkpoint, int32_t layer);

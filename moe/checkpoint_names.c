@@ -115,22 +115,30 @@ static epmoe_status_t check_expert_name(const epmoe_checkpoint_t *checkpoint, in
     return unknown_below_experts(checkpoint, tensor);
 }
 
-/* A tensor of the layer's MLP outside its experts. */
-static bool is_known_in_module(const epmoe_checkpoint_t *checkpoint, const epmoei_layer_place_t *place,
-                               const char *rest)
+/* A tensor of the layer's MLP outside its experts; `rest` is its name below the module. */
+static epmoe_status_t check_module_name(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                        const epmoei_tensor_t *tensor, const char *rest, bool *known)
 {
+    const epmoei_layer_place_t *place = &checkpoint->layers[layer];
     const epmoei_tensor_names_t *names = checkpoint->config.family->names;
     const char *const moe[] = {names->router, names->shared_gate_proj, names->shared_up_proj, names->shared_down_proj,
                                names->shared_gate};
     const char *const dense[] = {names->dense_gate, names->dense_up, names->dense_down};
-    if (!place->dense && names->router_bias && !strcmp(rest, names->router_bias)) return true;
+    const char *const *projections = place->dense ? dense : moe;
+    *known = true;
+    if (!place->dense && names->router_bias && !strcmp(rest, names->router_bias)) return EPMOE_OK;
     if (!place->dense && checkpoint->config.layer.has_selection_bias && !strcmp(rest, names->selection_bias))
-        return true;
+        return EPMOE_OK;
     for (int i = 0; i < (place->dense ? 3 : 5); i++) {
-        const char *suffix = after_pattern(rest, place->dense ? dense[i] : moe[i], NULL);
-        if (suffix && (!strcmp(suffix, ".weight") || in_list(suffix, epmoei_quantised_suffixes))) return true;
+        const char *suffix = after_pattern(rest, projections[i], NULL);
+        if (suffix && !strcmp(suffix, ".weight")) return EPMOE_OK;
+        if (!suffix || !in_list(suffix, epmoei_quantised_suffixes)) continue;
+        char plain[EPMOEI_NAME_BYTES];
+        epmoei_checkpoint_name(plain, checkpoint, layer, place->module, projections[i], 0, ".weight");
+        return check_not_plain(checkpoint, tensor, plain);
     }
-    return false;
+    *known = false;
+    return EPMOE_OK;
 }
 
 /* *known false asks for a warning. */
@@ -157,7 +165,8 @@ static epmoe_status_t check_name(const epmoe_checkpoint_t *checkpoint, const epm
         return check_expert_name(checkpoint, layer, tensor, below);
     }
     const char *below = after(rest, place->module);
-    *known = (below && is_known_in_module(checkpoint, place, below)) || starts_with_one(rest, names->rest_of_layer);
+    if (below) return check_module_name(checkpoint, layer, tensor, below, known);
+    *known = starts_with_one(rest, names->rest_of_layer);
     return EPMOE_OK;
 }
 

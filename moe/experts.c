@@ -19,8 +19,9 @@ typedef struct plan_t {
     float *slots;            /* [chunk*k, d]: weighted expert outputs */
     void *align_workspace;
     int64_t align_bytes;
-    void *gemm_workspace;
+    void *gemm_workspace; /* last, so that it can take what is left of a workspace */
     int64_t gemm_bytes;
+    int64_t bytes_before_gemm;
     int64_t bytes;
 } plan_t;
 
@@ -115,8 +116,10 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, 0, plan->chunk_tokens);
     int64_t gemm1_bytes, gemm2_bytes;
     EPMOEI_CHECK(epmoe_align_workspace_size(&align, &plan->align_bytes));
-    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm1, &gemm1_bytes));
-    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm2, &gemm2_bytes));
+    epmoe_status_t status = epmoe_grouped_gemm_workspace_size(&gemm1, &gemm1_bytes);
+    if (status != EPMOE_OK) return epmoei_fail_context(status, "gate_up");
+    status = epmoe_grouped_gemm_workspace_size(&gemm2, &gemm2_bytes);
+    if (status != EPMOE_OK) return epmoei_fail_context(status, "down");
     plan->gemm_bytes = epmoei_max64(gemm1_bytes, gemm2_bytes);
 
     epmoei_arena_t arena = {base, 0};
@@ -127,6 +130,7 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     plan->h = epmoei_carve(&arena, slots * args->intermediate * epmoe_dtype_size(args->dtype));
     plan->slots = epmoei_carve(&arena, slots * args->hidden * 4);
     plan->align_workspace = epmoei_carve(&arena, plan->align_bytes);
+    plan->bytes_before_gemm = arena.used;
     plan->gemm_workspace = epmoei_carve(&arena, plan->gemm_bytes);
     plan->bytes = arena.used;
     return EPMOE_OK;
@@ -193,6 +197,13 @@ static epmoe_status_t check_host_values(epmoe_experts_args_t *args)
     return EPMOE_OK;
 }
 
+static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t bytes)
+{
+    if (args->workspace && args->workspace_bytes >= bytes) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
+                       args->workspace, (long long)args->workspace_bytes, (long long)bytes);
+}
+
 static void add_stage(double *stage_us, epmoe_stage_t stage, double *since)
 {
     double now = epmoei_now_seconds();
@@ -205,9 +216,9 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
     if (args->num_tokens == 0) return EPMOE_OK;
     plan_t plan;
     EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
-    if (!args->workspace || args->workspace_bytes < plan.bytes)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
-                           args->workspace, (long long)args->workspace_bytes, (long long)plan.bytes);
+    EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
+    /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
+    plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
     double time = epmoei_now_seconds();
     for (int32_t first = 0; first < args->num_tokens; first += plan.chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan.chunk_tokens, args->num_tokens - first);
@@ -262,5 +273,6 @@ epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t st
     if (checked.num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(check_pointers(&checked));
     EPMOEI_CHECK(check_host_values(&checked));
+    EPMOEI_CHECK(check_workspace(&checked, plan.bytes));
     return epmoei_experts_run(&checked, stream, NULL);
 }

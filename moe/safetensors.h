@@ -21,7 +21,8 @@ typedef struct epmoei_tensor_t {
 
 typedef struct epmoei_safetensors epmoei_safetensors_t;
 
-/* Opens, checks and maps a file. IO or FORMAT, naming the file and the tensor. */
+/* Opens, checks and maps a file, which must not shrink until close. IO or FORMAT, naming the file and the tensor. A
+ * header of more than 100 MB is refused. */
 epmoe_status_t epmoei_safetensors_open(const char *path, epmoei_safetensors_t **file);
 void epmoei_safetensors_close(epmoei_safetensors_t *file); /* NULL is legal */
 int64_t epmoei_safetensors_count(const epmoei_safetensors_t *file);

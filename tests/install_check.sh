@@ -17,7 +17,7 @@ fail() {
     printf 'install check: %s\n' "$*" >&2
     exit 1
 }
-if grep -rlF -e "$build" -e "$source" -e "$work/first" "$prefix" --include='*.cmake' --include='*.pc' --include='*.h'; then
+if grep -rlF -e "$build" -e "$source" -e "$work/first" --include='*.cmake' --include='*.pc' "$prefix"; then
     fail 'the files above hold a path of the build'
 fi
 

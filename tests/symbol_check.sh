@@ -10,11 +10,12 @@ if [ -n "$stray" ]; then
     printf '%s exports more than epmoe_ names:\n%s\n' "$library" "$stray" >&2
     exit 1
 fi
-declared=$(sed -e 's@/\*.*\*/@@' "$header" | grep -oE '^EPMOE_API [^;(]*\(' | grep -oE 'epmoe_[a-z0-9_]+\(' | tr -d '(' | sort)
+declared=$(grep -oE '^EPMOE_API [^;(]*\(' "$header" | grep -oE 'epmoe_[a-z0-9_]+\(' | tr -d '(' | sort)
 missing=$(comm -23 <(printf '%s\n' "$declared") <(printf '%s\n' "$exported"))
 undeclared=$(comm -13 <(printf '%s\n' "$declared") <(printf '%s\n' "$exported"))
 if [ -n "$missing$undeclared" ]; then
-    printf '%s\n  declared, not exported: %s\n  exported, not declared: %s\n' "$library" "${missing//$'\n'/ }" "${undeclared//$'\n'/ }" >&2
+    printf '%s\n  declared, not exported: %s\n  exported, not declared: %s\n' \
+        "$library" "${missing//$'\n'/ }" "${undeclared//$'\n'/ }" >&2
     exit 1
 fi
 printf '%s: %s symbols\n' "$(basename "$library")" "$(wc -l <<<"$exported")"

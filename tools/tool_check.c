@@ -76,7 +76,7 @@ static void print_json(const char *item, const check_result_t *result)
     json_t *line = json_pack("{s:s, s:o, s:o, s:b, s:b}", "item", item, "rel_err", json_number(result->rel_err),
                              "max_abs", json_number(result->max_abs), "ids_equal", result->ids_equal, "ok", result->ok);
     if (result->near_tie) json_object_set_new(line, "near_tie", json_integer(result->near_tie));
-    char *text = json_dumps(line, JSON_REAL_PRECISION(6));
+    char *text = json_dumps(line, JSON_COMPACT | JSON_REAL_PRECISION(6));
     if (text) puts(text);
     free(text);
     json_decref(line);

@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* The larger, or NaN if one is. */
+static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
+
 /* Sums of one comparison. */
 typedef struct distance_t {
     double difference;
@@ -16,8 +19,7 @@ static void add_value(distance_t *distance, double out, double ref)
     double difference = out - ref;
     distance->difference += difference * difference;
     distance->norm += ref * ref;
-    /* Written so that a NaN stays. */
-    if (!(fabs(difference) <= distance->max_abs)) distance->max_abs = fabs(difference);
+    distance->max_abs = worse(distance->max_abs, fabs(difference));
 }
 
 static double relative(const distance_t *distance)
@@ -25,9 +27,6 @@ static double relative(const distance_t *distance)
     double difference = sqrt(distance->difference);
     return distance->norm > 0 || isnan(distance->norm) ? difference / sqrt(distance->norm) : difference;
 }
-
-/* The larger, or NaN if one is. */
-static double worse(double a, double b) { return isnan(a) || a > b ? a : b; }
 
 /* ------------------------------------------------------------------------------------------------------ near ties */
 

@@ -233,7 +233,7 @@ static void print_json(const info_t *info)
     }
     json_object_set_new(object, "max_tokens", json_integer(info->max_tokens));
     json_object_set_new(object, "ranks", ranks);
-    char *text = json_dumps(object, JSON_REAL_PRECISION(9));
+    char *text = json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));
     if (text) puts(text);
     free(text);
     json_decref(object);

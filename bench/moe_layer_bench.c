@@ -1,0 +1,204 @@
+/* moe_layer_bench: see options.c for what it does and prints. */
+#include "bench/agree.h"
+#include "bench/bench.h"
+#include "bench/op.h"
+#include "bench/report.h"
+
+#include "base/dtype.h"
+#include "moe/layer.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* What is refused before any communicator is made. */
+static int refuse(bench_t *bench)
+{
+    const options_t *options = bench->options;
+    if (options->unsupported)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "%s: not in this version",
+                                  options->unsupported);
+    epmoe_status_t status = epmoe_backend_resolve(options->backend, &bench->backend);
+    if (status != EPMOE_OK)
+        return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
+    if (options->graph && bench->backend == EPMOE_BACKEND_CPU)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
+                                  "--graph 1: the cpu backend has no graphs to replay");
+    if (bench->backend == EPMOE_BACKEND_CPU &&
+        (options->transport == EPMOE_TRANSPORT_P2P || options->transport == EPMOE_TRANSPORT_NCCL))
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--transport %s: it needs the cuda backend",
+                                  epmoe_transport_string(options->transport));
+    return PROGRAM_OK;
+}
+
+/* The checkpoint's layer to run: the one asked for, or the first that has experts. */
+static epmoe_status_t choose_layer(bench_t *bench)
+{
+    const options_t *options = bench->options;
+    epmoe_checkpoint_info_t info = EPMOE_CHECKPOINT_INFO_INIT;
+    EPMOEI_CHECK(epmoe_checkpoint_get_info(bench->checkpoint, &info));
+    int32_t first = options->layer >= 0 ? options->layer : 0;
+    int32_t last = options->layer >= 0 ? options->layer : info.num_layers - 1;
+    for (int32_t layer = first; layer <= last; layer++) {
+        EPMOEI_CHECK(epmoe_checkpoint_layer_config(bench->checkpoint, layer, &bench->config));
+        bench->reference.layer = layer;
+        if (bench->config.num_experts > 0) return EPMOE_OK;
+    }
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s: layer %d has no experts", options->checkpoint, last);
+}
+
+/* A routing that cannot be drawn is found before any weights are made. */
+static epmoe_status_t check_routing(const bench_t *bench)
+{
+    const options_t *options = bench->options;
+    for (int32_t i = 0; i < options->num_cases; i++) {
+        int64_t total = 0;
+        for (int32_t r = 0; r < bench->program->size; r++)
+            total += options->num_per_rank ? options->tokens_per_rank[r] : options->tokens[i];
+        EPMOEI_CHECK(routing_draw(&bench->routing, total, 0, 0, NULL));
+    }
+    return EPMOE_OK;
+}
+
+static epmoe_status_t configure(bench_t *bench)
+{
+    const options_t *options = bench->options;
+    if (options->checkpoint) {
+        bench->model = options->checkpoint;
+        EPMOEI_CHECK(epmoe_checkpoint_open(options->checkpoint, &bench->checkpoint));
+        EPMOEI_CHECK(choose_layer(bench));
+    } else {
+        bench->model = options->model;
+        EPMOEI_CHECK(epmoe_preset_config(options->model, &bench->config));
+    }
+    epmoe_layer_config_t *config = &bench->config;
+    config->dtype = options->dtype;
+    config->capacity = options->capacity;
+    config->max_tokens = 1;
+    for (int32_t i = 0; i < options->num_cases; i++) {
+        int32_t tokens = options->num_per_rank ? options->tokens_per_rank[bench->program->rank] : options->tokens[i];
+        config->max_tokens = tokens > config->max_tokens ? tokens : config->max_tokens;
+    }
+    bench->reference.config = config;
+    bench->reference.weight_dtype = options->dtype;
+    bench->reference.seed = options->seed;
+    bench->reference.checkpoint = bench->checkpoint;
+    if (config->has_selection_bias) {
+        EPMOEI_CHECK(
+            epmoei_alloc_for((void **)&bench->selection_bias, (int64_t)config->num_experts * 4, "selection bias"));
+        EPMOEI_CHECK(reference_selection_bias(&bench->reference, bench->selection_bias));
+    }
+    bench->routing = (routing_t){.kind = options->routing,
+                                 .exponent = options->zipf_exponent,
+                                 .path = options->routing_path,
+                                 .seed = options->seed,
+                                 .config = config,
+                                 .selection_bias = bench->selection_bias};
+    return check_routing(bench);
+}
+
+/* One weight of each expert, so that every drawn one spoils its rows. */
+static void inject_nan(const bench_t *bench)
+{
+    const epmoei_packed_weights_t *weights = &bench->layer->weights;
+    int64_t step = (int64_t)bench->config.hidden * bench->config.intermediate;
+    for (int32_t e = 0; e < bench->layer->local_experts; e++)
+        epmoei_store(weights->down, epmoei_dtype_of_format(weights->formats.down), e * step, NAN);
+}
+
+static epmoe_status_t make_layer(bench_t *bench)
+{
+    epmoe_comm_t *comm = bench->program->comm;
+    epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
+    EPMOEI_CHECK(epmoe_layer_create(&bench->config, comm, &bench->layer));
+    if (bench->checkpoint) {
+        epmoe_load_options_t load = EPMOE_LOAD_OPTIONS_INIT;
+        load.progress = report_progress;
+        load.progress_ctx = bench;
+        EPMOEI_CHECK(epmoe_layer_load_checkpoint(bench->layer, bench->checkpoint, bench->reference.layer, &load));
+    } else {
+        report_busy(bench, "making random weights");
+        EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
+    }
+    report_idle(bench);
+    if (bench->options->inject_nan) inject_nan(bench);
+    EPMOEI_CHECK(epmoe_comm_agree(
+        comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));
+    bench->weight_bytes = memory.weight_bytes;
+    return EPMOE_OK;
+}
+
+static epmoe_status_t run_case(bench_t *bench, int32_t index, int64_t *wrong)
+{
+    epmoe_status_t status;
+    bench_case_t made;
+    case_result_t result = {0};
+    report_busy(bench, "drawing tokens");
+    EPMOEI_CHECK_GOTO(case_create(&made, bench, index), done);
+    report_busy(bench, "timing");
+    EPMOEI_CHECK_GOTO(case_run(&made, bench, &result), done);
+    EPMOEI_CHECK_GOTO(case_rate(&made, bench, &result), done);
+    if (bench->options->check) {
+        report_busy(bench, "checking against the reference");
+        EPMOEI_CHECK_GOTO(case_verify(&made, bench, &result), done);
+    }
+    *wrong += result.wrong;
+    report_idle(bench);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(bench->program->comm, report_case(bench, &made, &result)), done);
+done:
+    case_destroy(&made);
+    return status;
+}
+
+static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
+{
+    EPMOEI_CHECK(make_layer(bench));
+    report_header(bench);
+    for (int32_t i = 0; i < bench->options->num_cases; i++) EPMOEI_CHECK(run_case(bench, i, wrong));
+    report_footer(bench, *wrong);
+    return EPMOE_OK;
+}
+
+static int work(program_t *program, const options_t *options)
+{
+    epmoe_status_t status;
+    bench_t bench = {.program = program, .options = options, .config = EPMOE_LAYER_CONFIG_INIT};
+    int64_t wrong = 0;
+    int code = refuse(&bench);
+    if (code) return code;
+    epmoe_comm_config_t comm = EPMOE_COMM_CONFIG_INIT;
+    comm.transport = options->transport;
+    comm.backend = options->backend;
+    comm.device = -1;
+    comm.timeout_s = options->timeout_s;
+    status = program_connect(program, &comm);
+    if (status != EPMOE_OK) return program_report(program, status);
+
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
+    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program), done);
+    EPMOEI_CHECK_GOTO(options->op ? op_run(&bench, &wrong) : run_layer(&bench, &wrong), done);
+done:
+    report_idle(&bench);
+    code = bench_report(program, status);
+    if (!code && wrong) code = PROGRAM_FAILED;
+    epmoe_layer_destroy(bench.layer);
+    epmoe_checkpoint_close(bench.checkpoint);
+    ceilings_free(&bench.ceilings);
+    epmoei_free(bench.selection_bias);
+    return program_agree_on_code(program, code);
+}
+
+int main(int argc, char **argv)
+{
+    static options_t options;
+    program_t program;
+    int code = program_start(&program, "moe_layer_bench", &argc, &argv);
+    if (!code) code = options_parse(&options, &program, argc, argv);
+    if (!code) {
+        if (options.action == ACTION_BENCH)
+            code = work(&program, &options);
+        else if (program.rank == 0)
+            options.action == ACTION_HELP ? options_print_help() : report_models();
+    }
+    return program_finish(&program, code);
+}

@@ -1,0 +1,49 @@
+/* One op at one size: its data, how to run it and its reference kernel, and what to compare. */
+#ifndef EPMOE_BENCH_OP_JOB_H
+#define EPMOE_BENCH_OP_JOB_H
+
+#include "bench/bench.h"
+#include "kernels/kernel_table.h"
+
+#define OP_MAX_OUTPUTS 4
+#define OP_MAX_MEMORY  24
+
+/* An output [rows,cols] of the library (out) and of the reference (ref). */
+typedef struct op_output_t {
+    void *out;
+    void *ref;
+    epmoe_dtype_t dtype; /* I32: compared bit by bit */
+    int64_t rows;
+    int64_t cols;
+} op_output_t;
+
+typedef struct op_job_t {
+    const bench_t *bench;
+    int32_t num_tokens;
+    union {
+        epmoe_topk_args_t topk;
+        epmoe_align_args_t align;
+        epmoe_permute_args_t permute;
+        epmoe_unpermute_args_t unpermute;
+        epmoe_grouped_gemm_args_t gemm;
+        epmoe_silu_and_mul_args_t silu;
+        epmoe_sum_args_t sum;
+    } args;
+    epmoe_status_t (*run)(struct op_job_t *job);
+    epmoe_status_t (*run_reference)(struct op_job_t *job);
+    op_output_t outputs[OP_MAX_OUTPUTS];
+    int32_t num_outputs;
+    epmoei_floor_t floor;
+    void *memory[OP_MAX_MEMORY];
+    int32_t num_memory;
+    /* grouped_gemm: the rows that the reference computes; rows of `out` that it leaves alone are not compared */
+    int32_t *reference_offsets;
+    int32_t *reference_index;
+    int32_t reference_rows;
+} op_job_t;
+
+/* Outputs of both kinds start as NaN, or -1. */
+epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_tokens);
+void op_job_destroy(op_job_t *job);
+
+#endif

@@ -1,0 +1,47 @@
+/* The command line of moe_layer_bench. */
+#ifndef EPMOE_BENCH_OPTIONS_H
+#define EPMOE_BENCH_OPTIONS_H
+
+#include "bench/routing.h"
+#include "tools/program.h"
+
+#define OPTIONS_MAX_LIST 4096
+
+typedef enum options_action_t { ACTION_BENCH, ACTION_HELP, ACTION_LIST_MODELS } options_action_t;
+
+/* Strings point into argv. */
+typedef struct options_t {
+    options_action_t action;
+    const char *model;      /* NULL with a checkpoint */
+    const char *checkpoint; /* NULL with a model */
+    int32_t layer;          /* -1: the first with experts */
+    int32_t num_cases;
+    int32_t tokens[OPTIONS_MAX_LIST];          /* of every rank, case by case */
+    int32_t num_per_rank;                      /* 0 without --tokens-per-rank */
+    int32_t tokens_per_rank[OPTIONS_MAX_LIST]; /* of the one case */
+    int64_t capacity;                          /* 0: the worst case */
+    epmoe_dtype_t dtype;
+    const char *unsupported; /* a known option or value that is not built yet, NULL if there is none */
+    routing_kind_t routing;
+    double zipf_exponent;
+    const char *routing_path;
+    epmoe_backend_t backend;
+    epmoe_transport_t transport;
+    int32_t iters;
+    int32_t warmup;
+    int32_t graph;
+    bool check;
+    bool json;
+    uint64_t seed;
+    double timeout_s;
+    const char *op;            /* NULL: the layer */
+    int32_t inject_sleep_rank; /* -1: none */
+    int32_t inject_sleep_ms;
+    bool inject_nan;
+} options_t;
+
+/* Reads and checks the arguments. Every rank finds the same; 0 or an exit code after rank 0 reported. */
+int options_parse(options_t *options, const program_t *program, int argc, char **argv);
+void options_print_help(void);
+
+#endif

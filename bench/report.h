@@ -1,0 +1,22 @@
+/* What moe_layer_bench prints, on rank 0 alone. */
+#ifndef EPMOE_BENCH_REPORT_H
+#define EPMOE_BENCH_REPORT_H
+
+#include "bench/bench.h"
+
+void report_models(void);
+/* The table's head; nothing in JSON but the warnings, which then go to stderr. */
+void report_header(const bench_t *bench);
+/* One line per case. OUT_OF_MEMORY when JSON cannot be built. */
+epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result);
+/* The same for --op. */
+void report_op_header(const bench_t *bench);
+epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result);
+void report_footer(const bench_t *bench, int64_t wrong);
+
+/* A line on a terminal's stderr while something long runs; epmoe_load_options_t's progress with ctx = bench. */
+void report_busy(const bench_t *bench, const char *what);
+int32_t report_progress(void *ctx, int64_t done_bytes, int64_t total_bytes);
+void report_idle(const bench_t *bench);
+
+#endif

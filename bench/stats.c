@@ -1,0 +1,34 @@
+#include "bench/stats.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static int compare_doubles(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+double stats_median(double *values, int32_t count)
+{
+    qsort(values, (size_t)count, sizeof *values, compare_doubles);
+    return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+}
+
+double stats_tolerance(epmoe_dtype_t dtype) { return dtype == EPMOE_BF16 ? 1.6e-2 : dtype == EPMOE_F16 ? 2e-3 : 1e-5; }
+
+int64_t stats_count_wrong(const double *out, const double *ref, int64_t n, double tolerance, double *worst)
+{
+    int64_t wrong = 0;
+    double squares = 0;
+    for (int64_t i = 0; i < n; i++) squares += ref[i] * ref[i];
+    double rms = sqrt(squares / (double)n);
+    for (int64_t i = 0; i < n; i++) {
+        double difference = fabs(out[i] - ref[i]), scale = fabs(ref[i]) + rms;
+        double error = difference == 0 ? 0 : difference / scale;
+        if (isnan(error)) error = INFINITY;
+        wrong += !(error <= tolerance);
+        if (worst && error > *worst) *worst = error;
+    }
+    return wrong;
+}

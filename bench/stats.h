@@ -1,0 +1,17 @@
+/* What is said of times and of errors. */
+#ifndef EPMOE_BENCH_STATS_H
+#define EPMOE_BENCH_STATS_H
+
+#include "base/base.h"
+
+/* Sorts values [count >= 1] and returns their median. */
+double stats_median(double *values, int32_t count);
+
+/* What error, relative to |ref| plus the rms of the ref row, an output of this dtype may have. */
+double stats_tolerance(epmoe_dtype_t dtype);
+
+/* How many of a row's n values are wrong: |out-ref| > tolerance * (|ref| + rms of ref). A NaN is wrong and its error
+ * infinite. The largest error goes to *worst if it is larger; worst NULL = not wanted. */
+int64_t stats_count_wrong(const double *out, const double *ref, int64_t n, double tolerance, double *worst);
+
+#endif

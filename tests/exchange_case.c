@@ -1,0 +1,194 @@
+#include "tests/exchange_case.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static void *allocate(int64_t bytes)
+{
+    void *data = malloc((size_t)bytes + 1);
+    if (!data) abort();
+    return data;
+}
+
+exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
+{
+    testing_rng_t rng = testing_rng(c->seed + (uint64_t)rank * 7919);
+    int32_t num_tokens = c->tokens[rank % 8], last_id = c->last_id ? c->last_id : c->num_experts - 1;
+    int64_t elements = (int64_t)num_tokens * c->hidden, slots = (int64_t)num_tokens * c->top_k;
+    int64_t size = epmoe_dtype_size(c->dtype);
+    exchange_inputs_t inputs = {
+        .num_tokens = num_tokens,
+        .x = allocate(elements * size),
+        .ids = allocate(slots * 4),
+        .weights = allocate(slots * 4),
+    };
+    if (c->identity)
+        for (int64_t i = 0; i < elements; i++) epmoei_store(inputs.x, c->dtype, i, (float)testing_range(&rng, -31, 31));
+    else
+        testing_fill_normal(&rng, inputs.x, c->dtype, elements, 1.0f);
+    for (int64_t i = 0; i < slots; i++) {
+        bool unused = !c->plain && testing_range(&rng, 0, 5) == 0;
+        inputs.ids[i] = unused ? -1 : testing_range(&rng, c->first_id, last_id);
+        /* The weight of an unused slot must not be read. */
+        inputs.weights[i] = unused ? NAN : c->identity ? 1.0f / (float)c->top_k : testing_uniform(&rng, 0.05f, 1.0f);
+    }
+    if (c->plain) return inputs;
+    inputs.shared = allocate(elements * 4);
+    inputs.residual = allocate(elements * size);
+    testing_fill_normal(&rng, inputs.shared, EPMOE_F32, elements, 2.0f);
+    testing_fill_normal(&rng, inputs.residual, c->dtype, elements, 2.0f);
+    return inputs;
+}
+
+void exchange_inputs_free(exchange_inputs_t *inputs)
+{
+    free(inputs->x);
+    free(inputs->ids);
+    free(inputs->weights);
+    free(inputs->shared);
+    free(inputs->residual);
+}
+
+epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank)
+{
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = c->num_experts;
+    config.top_k = c->top_k;
+    config.hidden = c->hidden;
+    config.max_tokens = c->tokens[rank % 8] + rank % 3;
+    config.dtype = c->dtype;
+    return config;
+}
+
+int32_t exchange_owner(int32_t num_experts, int32_t size, int32_t expert)
+{
+    int32_t rank = 0, left = num_experts;
+    for (int32_t first = 0;; rank++) {
+        int32_t ranks_left = size - rank, block = (left + ranks_left - 1) / ranks_left;
+        if (expert < first + block) return rank;
+        first += block;
+        left -= block;
+    }
+}
+
+static double factor(const exchange_case_t *c, int32_t expert) { return c->identity ? 1.0 : expert + 1.0; }
+
+void exchange_experts(const exchange_case_t *c, int32_t rank, epmoe_dtype_t partial_dtype,
+                      const epmoe_dispatch_result_t *rows)
+{
+    int32_t first = 0;
+    while (first < c->num_experts && exchange_owner(c->num_experts, c->size, first) < rank) first++;
+    for (int64_t i = 0; i < *rows->num_rows; i++) {
+        double scale = 0;
+        for (int32_t j = 0; j < c->top_k; j++) {
+            int32_t id = rows->ids[i * c->top_k + j];
+            if (id >= 0) scale += (double)rows->weights[i * c->top_k + j] * factor(c, first + id);
+        }
+        for (int64_t e = i * c->hidden; e < (i + 1) * c->hidden; e++)
+            epmoei_store(rows->y, partial_dtype, e, (float)(scale * (double)epmoei_load(rows->x, c->dtype, e)));
+    }
+}
+
+/* The row that must come next on `rank`, or where the received one differs. */
+static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *from, int64_t t,
+                         const epmoe_dispatch_result_t *rows, int64_t row)
+{
+    int64_t bytes = (int64_t)c->hidden * epmoe_dtype_size(c->dtype);
+    if (memcmp((const char *)rows->x + row * bytes, (const char *)from->x + t * bytes, (size_t)bytes)) return 1;
+    int32_t first = 0;
+    while (first < c->num_experts && exchange_owner(c->num_experts, c->size, first) < rank) first++;
+    for (int32_t j = 0; j < c->top_k; j++) {
+        int32_t id = from->ids[t * c->top_k + j];
+        bool here = id >= 0 && exchange_owner(c->num_experts, c->size, id) == rank;
+        if (rows->ids[row * c->top_k + j] != (here ? id - first : -1)) return 1;
+        if (here && rows->weights[row * c->top_k + j] != from->weights[t * c->top_k + j]) return 1;
+    }
+    return 0;
+}
+
+static int32_t check_received(const exchange_case_t *c, int32_t rank, const epmoe_dispatch_result_t *rows)
+{
+    int32_t faults = 0;
+    int64_t due = 0;
+    for (int32_t source = 0; source < c->size && !faults; source++) {
+        exchange_inputs_t from = exchange_inputs(c, source);
+        for (int64_t t = 0; t < from.num_tokens && !faults; t++) {
+            bool sent = c->size == 1; /* one rank: every token is a row */
+            for (int32_t j = 0; j < c->top_k; j++) {
+                int32_t id = from.ids[t * c->top_k + j];
+                sent |= id >= 0 && exchange_owner(c->num_experts, c->size, id) == rank;
+            }
+            if (!sent) continue;
+            if (due >= *rows->num_rows || check_row(c, rank, &from, t, rows, due)) {
+                fprintf(stderr, "rank %d: row %lld is not token %lld of rank %d\n", rank, (long long)due, (long long)t,
+                        source);
+                faults++;
+            }
+            due++;
+        }
+        exchange_inputs_free(&from);
+    }
+    if (!faults && due != *rows->num_rows) {
+        fprintf(stderr, "rank %d: %d rows arrived, %lld were due\n", rank, *rows->num_rows, (long long)due);
+        faults++;
+    }
+    return faults;
+}
+
+static int32_t check_output(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *inputs, const void *y)
+{
+    int64_t elements = (int64_t)inputs->num_tokens * c->hidden;
+    double *ref = allocate(elements * 8);
+    for (int64_t i = 0; i < elements; i++) {
+        double scale = 0;
+        for (int64_t j = i / c->hidden * c->top_k; j < (i / c->hidden + 1) * c->top_k; j++)
+            if (inputs->ids[j] >= 0) scale += (double)inputs->weights[j] * factor(c, inputs->ids[j]);
+        ref[i] = scale * (double)epmoei_load(inputs->x, c->dtype, i);
+        if (inputs->shared) ref[i] += (double)inputs->shared[i];
+        if (inputs->residual) ref[i] += (double)epmoei_load(inputs->residual, c->dtype, i);
+    }
+    double error = testing_row_error(y, c->dtype, ref, inputs->num_tokens, c->hidden);
+    double tolerance = c->identity ? 0 : c->dtype == EPMOE_F32 ? 1e-5 : c->dtype == EPMOE_F16 ? 2e-3 : 1.6e-2;
+    free(ref);
+    if (error <= tolerance) return 0;
+    fprintf(stderr, "rank %d: y is off by %g, tolerance %g\n", rank, error, tolerance);
+    return 1;
+}
+
+int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, int32_t reuse_routing, void *y_out)
+{
+    int32_t faults = 0;
+    exchange_inputs_t inputs = exchange_inputs(c, rank);
+    int64_t y_bytes = (int64_t)inputs.num_tokens * c->hidden * epmoe_dtype_size(c->dtype);
+    void *y = testing_buffer(y_bytes, 4);
+
+    epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
+    epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+    dispatch.num_tokens = inputs.num_tokens;
+    dispatch.reuse_routing = reuse_routing;
+    dispatch.x = inputs.num_tokens ? inputs.x : NULL;
+    dispatch.ids = inputs.num_tokens ? inputs.ids : NULL;
+    dispatch.weights = inputs.num_tokens ? inputs.weights : NULL;
+    epmoe_status_t status = epmoe_dispatch(ep, &dispatch, &rows, NULL);
+    if (status == EPMOE_OK) {
+        faults += check_received(c, rank, &rows);
+        exchange_experts(c, rank, epmoe_ep_partial_dtype(ep), &rows);
+        epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
+        combine.shared = inputs.shared;
+        combine.residual = inputs.residual;
+        combine.y = inputs.num_tokens ? y : NULL;
+        status = epmoe_combine(ep, &combine, NULL);
+    }
+    if (status == EPMOE_OK) {
+        faults += check_output(c, rank, &inputs, y);
+        if (y_out && y_bytes) memcpy(y_out, y, (size_t)y_bytes);
+    } else {
+        fprintf(stderr, "rank %d: %s: %s\n", rank, epmoe_status_string(status), epmoe_last_error());
+        faults++;
+    }
+    faults += !testing_guards_intact(y);
+    testing_buffer_free(y);
+    exchange_inputs_free(&inputs);
+    return faults;
+}

@@ -1,0 +1,43 @@
+/* One dispatch/combine of known tokens, checked in full on every rank. Every rank can make the inputs of all ranks, so
+ * that it knows which rows must arrive, in which order, and what its own tokens must become. Expert e returns
+ * (e + 1) * x, so that a wrong local id shows. */
+#ifndef EPMOE_EXCHANGE_CASE_H
+#define EPMOE_EXCHANGE_CASE_H
+
+#include "tests/testing.h"
+
+typedef struct exchange_case_t {
+    int32_t size, num_experts, top_k, hidden;
+    epmoe_dtype_t dtype;
+    int32_t tokens[8]; /* per rank; of rank r: tokens[r % 8] */
+    uint64_t seed;
+    bool identity; /* experts return x, x is small integers, k a power of 2, weights are 1/k: y must be x exactly */
+    bool plain;    /* no slot is -1, no shared expert's rows, no residual */
+    int32_t first_id, last_id; /* ids are drawn from these; last_id 0 = all experts */
+} exchange_case_t;
+
+typedef struct exchange_inputs_t {
+    int32_t num_tokens;
+    void *x;
+    int32_t *ids;
+    float *weights;
+    float *shared;  /* NULL with plain */
+    void *residual; /* NULL with plain */
+} exchange_inputs_t;
+
+exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank);
+void exchange_inputs_free(exchange_inputs_t *inputs);
+
+epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank);
+/* The rank that owns an expert, found by dealing out blocks one after the other. */
+int32_t exchange_owner(int32_t num_experts, int32_t size, int32_t expert);
+
+/* y[row] = sum over the local slots j of weights[j] * (expert + 1) * x, or without the factor for identity. */
+void exchange_experts(const exchange_case_t *c, int32_t rank, epmoe_dtype_t partial_dtype,
+                      const epmoe_dispatch_result_t *rows);
+
+/* Dispatch, experts, combine on an object made with exchange_config. Returns the number of faults, each of which is a
+ * line on stderr. y_out, when not NULL, gets a copy of y. */
+int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, int32_t reuse_routing, void *y_out);
+
+#endif

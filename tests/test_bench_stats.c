@@ -1,0 +1,46 @@
+/* What the bench calls wrong, and its medians. */
+#include "bench/stats.c"
+#include "tests/testing.h"
+
+#include <criterion/criterion.h>
+#include <math.h>
+
+Test(bench_stats, wrong_is_relative_to_the_value_plus_the_rms)
+{
+    /* rms 5: tolerances are 0.01 * (7 + 5) and 0.01 * (1 + 5). */
+    const double ref[2] = {7, 1}, good[2] = {7.119, 0.941}, first[2] = {7.121, 1}, second[2] = {7, 0.939};
+    double worst = 0;
+    cr_assert_eq(stats_count_wrong(good, ref, 2, 0.01, &worst), 0);
+    cr_assert_float_eq(worst, 0.119 / 12, 1e-12);
+    cr_assert_eq(stats_count_wrong(first, ref, 2, 0.01, &worst), 1);
+    cr_assert_eq(stats_count_wrong(second, ref, 2, 0.01, NULL), 1);
+    cr_assert_float_eq(worst, 0.121 / 12, 1e-12);
+}
+
+Test(bench_stats, nan_and_infinity_are_wrong)
+{
+    const double ref[3] = {1, 2, 3}, bad[3] = {NAN, INFINITY, 3}, spoilt[3] = {NAN, 2, 3};
+    double worst = 0;
+    cr_assert_eq(stats_count_wrong(bad, ref, 3, 0.5, &worst), 2);
+    cr_assert(isinf(worst));
+    /* A reference that is itself NaN makes nothing right, equal or not. */
+    cr_assert_geq(stats_count_wrong(spoilt, spoilt, 3, 0.5, NULL), 1);
+    cr_assert_geq(stats_count_wrong(ref, spoilt, 3, 0.5, NULL), 1);
+}
+
+Test(bench_stats, a_row_of_zeros_must_be_met_exactly)
+{
+    const double zero[2] = {0, 0}, tiny[2] = {0, 1e-30};
+    cr_assert_eq(stats_count_wrong(zero, zero, 2, 0.01, NULL), 0);
+    cr_assert_eq(stats_count_wrong(tiny, zero, 2, 0.01, NULL), 1);
+}
+
+Test(bench_stats, median)
+{
+    double odd[] = {5, 1, 9}, even[] = {4, 10, 1, 2}, one[] = {3};
+    cr_assert_eq(stats_median(odd, 3), 5);
+    cr_assert_eq(stats_median(even, 4), 3);
+    cr_assert_eq(stats_median(one, 1), 3);
+    cr_assert_eq(even[0], 1);
+    cr_assert_eq(even[3], 10);
+}

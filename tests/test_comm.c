@@ -1,0 +1,281 @@
+/* Dispatch and combine over ranks that are threads: every row arrives where it must, in order, and comes home. */
+#include "comm/comm.h"
+#include "tests/exchange_case.h"
+#include "tests/thread_bootstrap.h"
+
+#include <criterion/criterion.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct run_t {
+    exchange_case_t exchange;
+    int32_t rounds; /* each with the routing of the first one reused in between */
+    void *y[8];     /* optional: rank r's output of the last round */
+    _Atomic int32_t faults;
+} run_t;
+
+static void run_rank(void *ctx, epmoe_bootstrap_t bootstrap)
+{
+    run_t *run = ctx;
+    const exchange_case_t *c = &run->exchange;
+    epmoe_comm_t *comm = NULL;
+    epmoe_ep_t *ep = NULL;
+    epmoe_ep_config_t config = exchange_config(c, bootstrap.rank);
+    if (epmoe_comm_create(&bootstrap, NULL, &comm) || epmoe_ep_create(comm, &config, &ep)) {
+        fprintf(stderr, "rank %d: %s\n", bootstrap.rank, epmoe_last_error());
+        run->faults++;
+        epmoe_comm_destroy(comm);
+        return;
+    }
+    for (int32_t i = 0; i < run->rounds; i++)
+        run->faults += exchange_round(c, bootstrap.rank, ep, i % 2, bootstrap.rank < 8 ? run->y[bootstrap.rank] : NULL);
+    epmoe_ep_destroy(ep);
+    epmoe_comm_destroy(comm);
+}
+
+static void run_case(run_t *run)
+{
+    int64_t live = epmoei_alloc_live();
+    testing_ranks_t *ranks = testing_ranks_create(run->exchange.size);
+    testing_ranks_run(ranks, run_rank, run);
+    int32_t failed, released = testing_ranks_released(ranks, &failed);
+    testing_ranks_free(ranks);
+    const exchange_case_t *c = &run->exchange;
+    cr_assert_eq(run->faults, 0, "R=%d E=%d k=%d d=%d %s: %d faults", c->size, c->num_experts, c->top_k, c->hidden,
+                 epmoe_dtype_string(c->dtype), run->faults);
+    cr_assert_eq(released, c->size);
+    cr_assert_eq(failed, 0);
+    cr_assert_eq(epmoei_alloc_live(), live, "memory was not given back");
+}
+
+Test(comm, every_expert_has_one_owner)
+{
+    for (int32_t size = 1; size <= 9; size++)
+        for (int32_t experts = 0; experts <= 130; experts++) {
+            int32_t next = 0;
+            for (int32_t rank = 0; rank < size; rank++) {
+                int32_t first = -1, count = -1;
+                cr_assert_eq(epmoe_expert_range(experts, size, rank, &first, &count), EPMOE_OK);
+                cr_assert_eq(first, next);
+                cr_assert(count == experts / size + (rank < experts % size ? 1 : 0));
+                for (int32_t e = first; e < first + count; e++) cr_assert_eq(exchange_owner(experts, size, e), rank);
+                next = first + count;
+            }
+            cr_assert_eq(next, experts);
+        }
+    int32_t first = 7, count = 7;
+    cr_assert_eq(epmoe_expert_range(8, 0, 0, &first, &count), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(epmoe_expert_range(8, 2, 2, &first, &count), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(epmoe_expert_range(8, 2, -1, &first, &count), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(epmoe_expert_range(-1, 2, 0, &first, &count), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(epmoe_expert_range(8, 2, 0, NULL, &count), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(first == 7 && count == 7);
+}
+
+Test(comm, random_cases)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    static const int32_t sizes[] = {1, 2, 3, 5, 8};
+    static const epmoe_dtype_t dtypes[] = {EPMOE_F32, EPMOE_BF16, EPMOE_F16};
+    for (int32_t i = 0; i < 45; i++) {
+        run_t run = {.rounds = 3};
+        exchange_case_t *c = &run.exchange;
+        c->size = sizes[i % 5];
+        c->dtype = dtypes[i / 5 % 3];
+        c->num_experts = testing_range(&rng, 1, i % 4 == 0 ? 6 : 64); /* also fewer than ranks */
+        c->top_k = testing_range(&rng, 1, 10);                        /* also more than experts */
+        c->hidden = testing_range(&rng, 1, 300);
+        c->seed = testing_next(&rng);
+        for (int32_t r = 0; r < 8; r++) c->tokens[r] = testing_range(&rng, 0, 3) ? testing_range(&rng, 1, 40) : 0;
+        run_case(&run);
+    }
+}
+
+Test(comm, uneven_experts)
+{
+    static const int32_t shapes[][2] = {{30, 8}, {128, 6}, {4, 8}, {1, 8}, {4096, 3}};
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        run_t run = {.rounds = 2,
+                     .exchange = {.size = shapes[i][1],
+                                  .num_experts = shapes[i][0],
+                                  .top_k = 4,
+                                  .hidden = 24,
+                                  .dtype = EPMOE_F32,
+                                  .tokens = {17, 3, 0, 40, 9, 1, 30, 12},
+                                  .seed = testing_seed()}};
+        run_case(&run);
+    }
+}
+
+/* Weights that sum to 1 over experts that return x give x back, bit for bit, whatever the row's width. */
+Test(comm, identity_is_exact_at_model_widths)
+{
+    static const int32_t widths[] = {96, 1440, 2056, 2880, 3584, 6144, 7168};
+    for (size_t i = 0; i < sizeof widths / sizeof widths[0]; i++) {
+        run_t run = {.rounds = 1,
+                     .exchange = {.size = 8,
+                                  .num_experts = 64,
+                                  .top_k = 8,
+                                  .hidden = widths[i],
+                                  .dtype = EPMOE_BF16,
+                                  .tokens = {1, 0, 257, 3, 64, 0, 5, 128},
+                                  .seed = testing_seed(),
+                                  .identity = true,
+                                  .plain = true}};
+        run_case(&run);
+    }
+}
+
+/* A rank without tokens takes part; a rank that no token is sent to gets its own tokens back; nobody has any. */
+Test(comm, empty_ranks)
+{
+    const exchange_case_t cases[] = {
+        {.size = 4, .num_experts = 24, .top_k = 6, .hidden = 32, .tokens = {0, 4, 4, 4}, .last_id = 5, .plain = true},
+        {.size = 4, .num_experts = 24, .top_k = 6, .hidden = 32, .tokens = {5, 4, 6, 4}, .first_id = 18, .last_id = 23},
+        {.size = 4, .num_experts = 24, .top_k = 6, .hidden = 32},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        run_t run = {.exchange = cases[i], .rounds = 100};
+        run.exchange.dtype = EPMOE_BF16;
+        run.exchange.seed = testing_seed();
+        double start = epmoei_now_seconds();
+        run_case(&run);
+        cr_assert_lt(epmoei_now_seconds() - start, 20.0);
+    }
+}
+
+Test(comm, same_bits_on_every_run)
+{
+    void *y[2][8];
+    for (int32_t i = 0; i < 2; i++) {
+        run_t run = {.rounds = 2 - i, /* the second run of the first case reuses its routing */
+                     .exchange = {.size = 5,
+                                  .num_experts = 20,
+                                  .top_k = 6,
+                                  .hidden = 515,
+                                  .dtype = EPMOE_BF16,
+                                  .tokens = {30, 8, 0, 61, 15},
+                                  .seed = testing_seed()}};
+        for (int32_t r = 0; r < 8; r++) run.y[r] = y[i][r] = testing_buffer(61 * 515 * 2, 0);
+        run_case(&run);
+    }
+    for (int32_t r = 0; r < 8; r++) {
+        cr_assert_eq(memcmp(y[0][r], y[1][r], 61 * 515 * 2), 0, "rank %d", r);
+        testing_buffer_free(y[0][r]);
+        testing_buffer_free(y[1][r]);
+    }
+}
+
+typedef struct twice_t {
+    _Atomic int32_t faults;
+} twice_t;
+
+/* ids [3,3,1,0], weights [.25,.25,.3,.2], expert e = (e+1)x: (1 + 1 + .6 + .2) x = 2.8 x */
+static void same_expert_twice(void *ctx, epmoe_bootstrap_t bootstrap)
+{
+    twice_t *twice = ctx;
+    enum { T = 9, D = 5 };
+    exchange_case_t c = {.size = bootstrap.size,
+                         .num_experts = 4,
+                         .top_k = 4,
+                         .hidden = D,
+                         .dtype = EPMOE_F32,
+                         .tokens = {T, T, T, T, T, T, T, T}};
+    float x[T * D], y[T * D], weights[T * 4];
+    int32_t ids[T * 4];
+    for (int32_t i = 0; i < T * D; i++) x[i] = (float)(i + 1 + bootstrap.rank), y[i] = NAN;
+    for (int32_t i = 0; i < T * 4; i++) {
+        ids[i] = (const int32_t[]){3, 3, 1, 0}[i % 4];
+        weights[i] = (const float[]){0.25f, 0.25f, 0.3f, 0.2f}[i % 4];
+    }
+    epmoe_comm_t *comm = NULL;
+    epmoe_ep_t *ep = NULL;
+    epmoe_ep_config_t config = exchange_config(&c, bootstrap.rank);
+    epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
+    epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+    epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
+    dispatch.num_tokens = T, dispatch.x = x, dispatch.ids = ids, dispatch.weights = weights;
+    combine.y = y;
+    if (epmoe_comm_create(&bootstrap, NULL, &comm) || epmoe_ep_create(comm, &config, &ep) ||
+        epmoe_dispatch(ep, &dispatch, &rows, NULL))
+        twice->faults++;
+    else {
+        exchange_experts(&c, bootstrap.rank, EPMOE_F32, &rows);
+        twice->faults += epmoe_combine(ep, &combine, NULL) != EPMOE_OK;
+        for (int32_t i = 0; i < T * D; i++)
+            twice->faults += !(fabs((double)y[i] - 2.8 * (double)x[i]) <= 1e-5 * (double)x[i]);
+    }
+    epmoe_ep_destroy(ep);
+    epmoe_comm_destroy(comm);
+}
+
+Test(comm, same_expert_twice)
+{
+    for (int32_t size = 1; size <= 5; size++) {
+        twice_t twice = {0};
+        testing_ranks_t *ranks = testing_ranks_create(size);
+        testing_ranks_run(ranks, same_expert_twice, &twice);
+        testing_ranks_free(ranks);
+        cr_assert_eq(twice.faults, 0, "R=%d", size);
+    }
+}
+
+/* One rank needs no bootstrap and copies nothing: what it "receives" is the caller's own. */
+Test(comm, one_rank_hands_the_tokens_through)
+{
+    int64_t live = epmoei_alloc_live();
+    epmoe_comm_t *comm = NULL;
+    epmoe_ep_t *ep = NULL;
+    cr_assert_eq(epmoe_comm_create(NULL, NULL, &comm), EPMOE_OK);
+    cr_assert_eq(epmoe_comm_rank(comm), 0);
+    cr_assert_eq(epmoe_comm_size(comm), 1);
+    cr_assert_eq(epmoe_comm_transport(comm), EPMOE_TRANSPORT_LOCAL);
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = 3, config.top_k = 2, config.hidden = 2, config.max_tokens = 4, config.dtype = EPMOE_BF16;
+    cr_assert_eq(epmoe_ep_create(comm, &config, &ep), EPMOE_OK);
+    cr_assert_eq(epmoe_ep_partial_dtype(ep), EPMOE_F32);
+
+    const uint16_t x[4] = {0x3F80, 0x4000, 0x4040, 0x4080};
+    const int32_t ids[4] = {2, -1, -1, -1};
+    const float weights[4] = {1, 2, 3, 4};
+    uint16_t y[4] = {0x3F80, 0x3F80, 0x4000, 0x4000}; /* 1 1 2 2, as residual */
+    const float shared[4] = {0.5f, 0, 0, 1};
+    epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
+    epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+    dispatch.num_tokens = 2, dispatch.x = x, dispatch.ids = ids, dispatch.weights = weights;
+    cr_assert_eq(epmoe_dispatch(ep, &dispatch, &rows, NULL), EPMOE_OK);
+    cr_assert_eq(*rows.num_rows, 2);
+    cr_assert_eq(rows.max_rows, 4);
+    cr_assert(rows.x == x && rows.ids == ids && rows.weights == weights);
+    memcpy(rows.y, (const float[]){10, 20, 0, 0}, 16);
+    epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
+    combine.shared = shared, combine.residual = y, combine.y = y;
+    cr_assert_eq(epmoe_combine(ep, &combine, NULL), EPMOE_OK);
+    const float expected[4] = {11.5f, 21, 2, 3};
+    for (int32_t i = 0; i < 4; i++) cr_assert_eq(epmoei_load(y, EPMOE_BF16, i), expected[i]);
+    cr_assert_eq(epmoei_ep_wire_bytes(ep), 0);
+    epmoe_ep_destroy(ep);
+    epmoe_comm_destroy(comm);
+    cr_assert_eq(epmoei_alloc_live(), live);
+}
+
+/* Hand-worked: y 3 rows of 10 f32 = 120 bytes and one capacity of 8 bytes, each rounded up to 256. */
+Test(comm, buffer_size)
+{
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = 8, config.top_k = 2, config.hidden = 10, config.max_tokens = 3, config.dtype = EPMOE_BF16;
+    int64_t bytes = -1, more = -1;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 1, 3, &bytes), EPMOE_OK);
+    cr_assert_eq(bytes, 512);
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 1000, &bytes), EPMOE_OK);
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 2000, &more), EPMOE_OK);
+    /* A received row takes x, ids, weights and a bf16 partial row: 20 + 8 + 8 + 20 bytes. */
+    cr_assert_leq(llabs(more - bytes - 56000), 4 * 256);
+    bytes = 5;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 0, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    config.wire_dtype = EPMOE_F8_E4M3;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_NOT_SUPPORTED);
+    cr_assert_eq(bytes, 5);
+}

@@ -1,0 +1,420 @@
+/* moe_tool check and info in one process: golden files that are whole, partial, changed or wrong. */
+#include "tests/testing_tool.h"
+#include "tools/tool_check.h"
+
+#include <criterion/criterion.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* What the tests take and give back all at once: copies of tensors, and parsed lines. */
+static char pool[1 << 20];
+static size_t pool_used;
+static json_t *parsed;
+
+static void *take(const void *from, size_t bytes)
+{
+    size_t at = (pool_used + 15) / 16 * 16;
+    cr_assert(at + bytes <= sizeof pool);
+    pool_used = at + bytes;
+    return memcpy(pool + at, from, bytes);
+}
+
+static void set_up(void)
+{
+    testing_folder_make();
+    pool_used = 0;
+    parsed = json_array();
+}
+
+static void tear_down(void)
+{
+    json_decref(parsed);
+    testing_folder_remove();
+}
+
+TestSuite(tool_check, .init = set_up, .fini = tear_down, .timeout = 300);
+
+#define GOLDEN EPMOE_TEST_DATA "/golden/"
+
+/* The tensors of a family's golden file, as copies that a test may change and leave out. */
+#define MAX_TENSORS 64
+typedef struct file_t {
+    safetensors_output_t tensors[MAX_TENSORS];
+    int32_t count;
+} file_t;
+
+static file_t read_golden(const char *family)
+{
+    file_t file = {.count = 0};
+    char path[512];
+    epmoei_safetensors_t *source;
+    snprintf(path, sizeof path, GOLDEN "%s/golden.safetensors", family);
+    cr_assert_eq(epmoei_safetensors_open(path, &source), EPMOE_OK, "%s", epmoe_last_error());
+    for (int64_t i = 0; i < epmoei_safetensors_count(source); i++) {
+        const epmoei_tensor_t *tensor = epmoei_safetensors_at(source, i);
+        safetensors_output_t *copy = &file.tensors[file.count++];
+        *copy = (safetensors_output_t){.dtype = tensor->dtype, .num_dims = tensor->num_dims};
+        memcpy(copy->shape, tensor->shape, sizeof copy->shape);
+        copy->name = take(tensor->name, strlen(tensor->name) + 1);
+        copy->data = take(tensor->data, (size_t)tensor->bytes);
+    }
+    epmoei_safetensors_close(source);
+    return file;
+}
+
+static safetensors_output_t *tensor(file_t *file, const char *name)
+{
+    for (int32_t i = 0; i < file->count; i++)
+        if (!strcmp(file->tensors[i].name, name)) return &file->tensors[i];
+    cr_assert_fail("no tensor %s", name);
+    return NULL;
+}
+
+static float *floats(file_t *file, const char *name) { return (float *)(uintptr_t)tensor(file, name)->data; }
+static int64_t *ids(file_t *file, const char *name) { return (int64_t *)(uintptr_t)tensor(file, name)->data; }
+
+/* Keeps the tensors whose name ends in one of these. */
+static void keep(file_t *file, const char *a, const char *b)
+{
+    int32_t kept = 0;
+    for (int32_t i = 0; i < file->count; i++) {
+        const char *name = file->tensors[i].name;
+        if ((strlen(name) > strlen(a) && !strcmp(name + strlen(name) - strlen(a), a)) ||
+            (strlen(name) > strlen(b) && !strcmp(name + strlen(name) - strlen(b), b)))
+            file->tensors[kept++] = file->tensors[i];
+    }
+    file->count = kept;
+}
+
+static void write_changed(const file_t *file) { testing_write("changed", file->tensors, file->count); }
+
+static testing_process_t check(const char *family, const char *options)
+{
+    return testing_tool("check '" GOLDEN "%s' --golden changed.safetensors --format json %s", family, options);
+}
+
+/* The field of an item's line, NULL when no line has that item; lives as long as the test. */
+static json_t *field(const testing_process_t *process, const char *item, const char *name)
+{
+    json_t *value = NULL;
+    char *copy = strdup(process->output), *rest = NULL;
+    for (char *line = strtok_r(copy, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        json_t *object = json_loads(line, 0, NULL);
+        cr_assert(json_is_object(object), "no JSON object: %s", line);
+        json_array_append_new(parsed, object);
+        if (!strcmp(json_string_value(json_object_get(object, "item")), item)) value = json_object_get(object, name);
+    }
+    free(copy);
+    return value;
+}
+
+static int lines(const char *text)
+{
+    int count = 0;
+    for (; *text; text++) count += *text == '\n';
+    return count;
+}
+
+static void expect_item(const testing_process_t *process, const char *item, bool ids_equal, bool ok)
+{
+    cr_assert_eq(json_is_true(field(process, item, "ids_equal")), ids_equal, "%s: %s", item, process->output);
+    cr_assert_eq(json_is_true(field(process, item, "ok")), ok, "%s: %s", item, process->output);
+    cr_assert(json_is_boolean(field(process, item, "ok")), "%s: %s", item, process->output);
+    if (!ok) cr_assert(strstr(process->errors, item) != NULL, "stderr does not name %s: %s", item, process->errors);
+}
+
+static void expect_failure(testing_process_t *process, int code, const char *needle)
+{
+    cr_assert_eq(process->exit_code, code, "exit %d: %s", process->exit_code, process->errors);
+    cr_assert(strstr(process->errors, needle) != NULL, "stderr lacks '%s': %s", needle, process->errors);
+    cr_assert_str_empty(process->output);
+    testing_process_free(process);
+}
+
+Test(tool_check, whole_file)
+{
+    file_t file = read_golden("deepseek_v3");
+    write_changed(&file);
+    testing_process_t process = check("deepseek_v3", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 3); /* a dense layer, a router and a MoE block: nothing else is claimed */
+    expect_item(&process, "layers.0.moe", true, true);
+    expect_item(&process, "layers.1.router", true, true);
+    expect_item(&process, "layers.1.moe", true, true);
+    cr_assert(json_real_value(field(&process, "layers.1.moe", "rel_err")) < 2e-6);
+    cr_assert(json_real_value(field(&process, "layers.1.moe", "max_abs")) > 0);
+    cr_assert(strstr(process.errors, "logits") && strstr(process.errors, "decoder layers"));
+    testing_process_free(&process);
+
+    process = check("deepseek_v3", "--layer 0 --dtype bf16");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 1);
+    expect_item(&process, "layers.0.moe", true, true);
+    double rounded = json_real_value(field(&process, "layers.0.moe", "rel_err"));
+    cr_assert(rounded > 1e-4 && rounded < 1e-2, "rel_err %g", rounded); /* bf16 was really used */
+    testing_process_free(&process);
+
+    process = testing_tool("check '" GOLDEN "deepseek_v3' --tol 2e-6"); /* the folder's own golden file, a table */
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 4);
+    cr_assert(strstr(process.output, "layers.1.router"));
+    testing_process_free(&process);
+}
+
+Test(tool_check, partial_files)
+{
+    file_t file = read_golden("mixtral");
+    keep(&file, ".moe.in", ".moe.out0");
+    write_changed(&file);
+    testing_process_t process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 2);
+    expect_item(&process, "layers.1.moe", true, true);
+    cr_assert_str_empty(process.errors);
+    testing_process_free(&process);
+
+    file = read_golden("mixtral");
+    keep(&file, ".router.in", ".router.out2");
+    write_changed(&file);
+    process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 2);
+    expect_item(&process, "layers.0.router", true, true);
+    testing_process_free(&process);
+
+    file = read_golden("mixtral");
+    keep(&file, ".moe.out0", "logits");
+    write_changed(&file);
+    process = check("mixtral", "");
+    expect_failure(&process, 2, "nothing to check");
+    file = read_golden("mixtral");
+    write_changed(&file);
+    process = check("mixtral", "--layer 5");
+    expect_failure(&process, 2, "layer 5");
+}
+
+Test(tool_check, changed_output)
+{
+    file_t file = read_golden("mixtral");
+    floats(&file, "layers.1.moe.out0")[77] += 0.5f;
+    write_changed(&file);
+    testing_process_t process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.0.moe", true, true);
+    expect_item(&process, "layers.1.router", true, true);
+    expect_item(&process, "layers.1.moe", true, false);
+    cr_assert(fabs(json_real_value(field(&process, "layers.1.moe", "max_abs")) - 0.5) < 1e-4);
+    testing_process_free(&process);
+    process = check("mixtral", "--tol 0.5");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    testing_process_free(&process);
+
+    floats(&file, "layers.1.moe.out0")[77] = NAN;
+    write_changed(&file);
+    process = check("mixtral", "--tol 1e30");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.1.moe", true, false);
+    cr_assert(json_is_null(field(&process, "layers.1.moe", "rel_err")));
+    cr_assert(json_is_null(field(&process, "layers.1.moe", "max_abs")));
+    testing_process_free(&process);
+
+    floats(&file, "layers.1.moe.out0")[77] = 0;
+    floats(&file, "layers.0.moe.in")[3] = NAN; /* the router sends it somewhere; its row is NaN, and that is wrong */
+    write_changed(&file);
+    process = check("mixtral", "--layer 0 --tol 1e30");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.0.moe", json_is_true(field(&process, "layers.0.moe", "ids_equal")), false);
+    testing_process_free(&process);
+}
+
+Test(tool_check, changed_routing)
+{
+    /* The order inside a row is free. */
+    file_t file = read_golden("mixtral");
+    int64_t *chosen = ids(&file, "layers.0.router.out2"), first = chosen[0], second = chosen[1];
+    float *weights = floats(&file, "layers.0.router.out1"), first_weight = weights[0];
+    chosen[0] = second, chosen[1] = first;
+    weights[0] = weights[1], weights[1] = first_weight;
+    write_changed(&file);
+    testing_process_t process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    testing_process_free(&process);
+
+    weights[1] += 0.1f; /* another weight: the router differs, the block does not */
+    write_changed(&file);
+    process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.0.router", true, false);
+    expect_item(&process, "layers.0.moe", true, true);
+    testing_process_free(&process);
+
+    weights[1] -= 0.1f;
+    for (chosen[0] = 0; chosen[0] == first || chosen[0] == second;) chosen[0]++; /* another expert */
+    write_changed(&file);
+    process = check("mixtral", "--tol 1e30");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.0.router", false, false);
+    expect_item(&process, "layers.0.moe", false, false);
+    expect_item(&process, "layers.1.router", true, true);
+    expect_item(&process, "layers.1.moe", true, true);
+    testing_process_free(&process);
+
+    file = read_golden("mixtral");
+    floats(&file, "layers.1.router.out0")[5] += 1; /* a logit */
+    write_changed(&file);
+    process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.1.router", true, false);
+    expect_item(&process, "layers.1.moe", true, true);
+    testing_process_free(&process);
+}
+
+/* What check_router makes of one row: logits 1 0.5 0.4999 0 -1 -2 -3 -4, experts 0 and 1 expected, 0 and 2 chosen. */
+static check_result_t near_tie(epmoe_dtype_t dtype, float third, epmoe_scoring_t scoring, int32_t groups,
+                               const float *bias, bool *left_out)
+{
+    epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+    config.num_experts = 8;
+    config.top_k = 2;
+    config.dtype = dtype;
+    config.scoring = scoring;
+    config.n_group = groups;
+    config.topk_group = groups > 1 ? 1 : groups;
+    config.has_selection_bias = bias != NULL;
+    float logits[] = {1, 0.5f, third, 0, -1, -2, -3, -4}, weights[] = {.6f, .4f};
+    int32_t expected[] = {0, 1}, got[] = {0, 2};
+    golden_values_t golden = {.num_tokens = 1, .logits = logits, .weights = weights, .ids = expected};
+    check_outputs_t outputs = {.logits = logits, .weights = weights, .ids = got};
+    check_result_t result;
+    check_router(&config, bias, &golden, &outputs, 1, left_out, &result);
+    return result;
+}
+
+Test(tool_check, near_ties)
+{
+    static const float zeros[8] = {0}, lifted[] = {0, 0, 0, 0, 1.7304f, 2, 0, 0};
+    bool left_out;
+    check_result_t result = near_tie(EPMOE_BF16, 0.4999f, EPMOE_SCORING_SOFTMAX, 1, NULL, &left_out);
+    cr_assert(left_out && result.near_tie == 1 && result.ids_equal);
+    cr_assert(!result.ok, "nothing was left to compare");
+    result = near_tie(EPMOE_F32, 0.4999f, EPMOE_SCORING_SOFTMAX, 1, NULL, &left_out); /* never in fp32 */
+    cr_assert(!left_out && result.near_tie == 0 && !result.ids_equal && !result.ok);
+    near_tie(EPMOE_BF16, 0.48f, EPMOE_SCORING_SOFTMAX, 1, NULL, &left_out); /* too far */
+    cr_assert(!left_out);
+    /* By sigmoid 0.5 and 0.48 are 0.0047 apart. */
+    near_tie(EPMOE_BF16, 0.48f, EPMOE_SCORING_SIGMOID, 1, zeros, &left_out);
+    cr_assert(left_out);
+    near_tie(EPMOE_BF16, 0.4f, EPMOE_SCORING_SIGMOID, 1, zeros, &left_out);
+    cr_assert(!left_out);
+    /* Two groups of four: the best two of the first are .73106 + .62246 = 1.35352; those of the second come to
+     * .26894 + .11920 + biases. Far apart, then within 0.01. */
+    near_tie(EPMOE_BF16, 0.4f, EPMOE_SCORING_SIGMOID, 2, zeros, &left_out);
+    cr_assert(!left_out);
+    float close[8] = {0};
+    close[4] = 0.4817f, close[5] = 0.4817f;
+    near_tie(EPMOE_BF16, 0.4f, EPMOE_SCORING_SIGMOID, 2, close, &left_out);
+    cr_assert(left_out);
+    near_tie(EPMOE_BF16, 0.4f, EPMOE_SCORING_SIGMOID, 2, lifted, &left_out);
+    cr_assert(!left_out);
+}
+
+Test(tool_check, wrong_files)
+{
+    file_t file = read_golden("mixtral");
+    safetensors_output_t *in = tensor(&file, "layers.1.moe.in");
+    in->shape[1] = 12, in->shape[2] = 128;
+    write_changed(&file);
+    testing_process_t process = check("mixtral", "--layer 1");
+    expect_failure(&process, 2, "'layers.1.moe.in' has shape [1,12,128]: expected [T,64]");
+    in->shape[1] = 23, in->shape[2] = 64;
+    write_changed(&file);
+    process = check("mixtral", "--layer 1");
+    expect_failure(&process, 2, "'layers.1.moe.out0' has shape [1,24,64]: expected [23,64]");
+    in->shape[1] = 24;
+    ids(&file, "layers.1.router.out2")[9] = 8;
+    write_changed(&file);
+    process = check("mixtral", "--layer 1");
+    expect_failure(&process, 2, "layers.1.router.out2");
+    ids(&file, "layers.1.router.out2")[9] = 0;
+    tensor(&file, "layers.1.moe.out0")->dtype = EPMOE_I32;
+    write_changed(&file);
+    process = check("mixtral", "--layer 1");
+    expect_failure(&process, 2, "layers.1.moe.out0");
+    tensor(&file, "layers.1.moe.in")->name = "layers.9.moe.in"; /* the checkpoint has two layers */
+    tensor(&file, "layers.0.moe.out0")->name = "layers.9.moe.out0";
+    write_changed(&file);
+    process = check("mixtral", "--layer 9");
+    expect_failure(&process, 2, "9");
+}
+
+Test(tool_check, wrong_arguments)
+{
+    file_t file = read_golden("mixtral");
+    write_changed(&file);
+    static const char *const bad[] = {"--tol 0",      "--tol -1",       "--tol x",      "--tol nan",
+                                      "--layer -1",   "--layer x",      "--dtype int8", "--timeout 0",
+                                      "--format xml", "--backend rocm", "--bogus",      "another"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        testing_process_t process = check("mixtral", bad[i]);
+        expect_failure(&process, 2, strrchr(bad[i], ' ') ? strrchr(bad[i], ' ') + 1 : bad[i]);
+    }
+    testing_process_t process = check("mixtral", "--backend cuda");
+    cr_assert_eq(strncmp(process.errors, "not supported:", 14), 0, "%s", process.errors);
+    expect_failure(&process, 3, "cuda");
+    process = check("none", "");
+    expect_failure(&process, 2, "none");
+    process = testing_tool("check");
+    expect_failure(&process, 2, "DIR");
+    process = testing_tool("check '" GOLDEN "mixtral' --golden none.safetensors");
+    expect_failure(&process, 2, "none.safetensors");
+}
+
+Test(tool_check, info)
+{
+    testing_process_t process = testing_tool("info '" GOLDEN "deepseek_v3' --ranks 3 --max-tokens 64 --format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 1);
+    json_t *info = json_loads(process.output, 0, NULL), *router = json_object_get(info, "router");
+    json_array_append_new(parsed, info);
+    cr_assert_str_eq(json_string_value(json_object_get(info, "family")), "deepseek_v3");
+    cr_assert_str_eq(json_string_value(json_object_get(info, "format")), "bf16");
+    static const struct {
+        const char *name;
+        int value;
+    } numbers[] = {{"num_layers", 2}, {"hidden", 64},       {"num_experts", 16},
+                   {"top_k", 4},      {"intermediate", 32}, {"shared_intermediate", 32}};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        cr_assert_eq(json_integer_value(json_object_get(info, numbers[i].name)), numbers[i].value, "%s",
+                     numbers[i].name);
+    cr_assert_str_eq(json_string_value(json_object_get(router, "scoring")), "sigmoid");
+    cr_assert_eq(json_integer_value(json_object_get(router, "n_group")), 4);
+    cr_assert_eq(json_integer_value(json_object_get(router, "topk_group")), 2);
+    cr_assert_eq(json_real_value(json_object_get(router, "scale")), 2.5);
+    cr_assert_eq(json_integer_value(json_array_get(json_object_get(info, "moe_layers"), 0)), 1);
+    cr_assert_eq(json_integer_value(json_array_get(json_object_get(info, "dense_layers"), 0)), 0);
+    json_t *ranks = json_object_get(info, "ranks");
+    cr_assert_eq(json_array_size(ranks), 3);
+    json_int_t first[] = {0, 6, 11}, count[] = {6, 5, 5};
+    for (size_t r = 0; r < 3; r++) {
+        json_t *rank = json_array_get(ranks, r);
+        cr_assert_eq(json_integer_value(json_object_get(rank, "first_expert")), first[r]);
+        cr_assert_eq(json_integer_value(json_object_get(rank, "local_experts")), count[r]);
+        cr_assert(json_integer_value(json_object_get(rank, "weight_bytes")) > count[r] * 3 * 32 * 64 * 2);
+        cr_assert(json_integer_value(json_object_get(rank, "workspace_bytes")) > 0);
+    }
+    testing_process_free(&process);
+
+    process = testing_tool("info '" GOLDEN "gpt_oss'");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert(strstr(process.output, "gpt_oss") && strstr(process.output, "topk_softmax") &&
+              strstr(process.output, "swiglu_oai") && strstr(process.output, "0-7"));
+    testing_process_free(&process);
+    process = testing_tool("info none");
+    expect_failure(&process, 2, "none");
+    process = testing_tool("info '" GOLDEN "gpt_oss' --ranks 0");
+    expect_failure(&process, 2, "--ranks");
+    process = testing_tool("info");
+    expect_failure(&process, 2, "DIR");
+}
