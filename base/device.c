@@ -160,6 +160,49 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    EPMOEI_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    return EPMOE_OK;
+}
+
+void epmoei_event_destroy(epmoei_event_t event)
+{
+    if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
+}
+
+epmoe_status_t epmoei_event_record(epmoei_event_t event, epmoe_stream_t stream)
+{
+    EPMOEI_CUDA(cudaEventRecord(event, stream));
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    cudaError_t error = cudaEventQuery(event);
+    *passed = error != cudaErrorNotReady;
+    if (error == cudaSuccess) return EPMOE_OK;
+    if (error == cudaErrorNotReady) {
+        cudaGetLastError(); /* or the next launch check finds it */
+        return EPMOE_OK;
+    }
+    return epmoei_cuda_status((int32_t)error, "cudaEventQuery");
+}
+
+epmoe_status_t epmoei_stream_is_capturing(epmoe_stream_t stream, bool *capturing)
+{
+    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaStreamIsCapturing(stream, &state);
+    /* The default stream while another one is being captured: using it would end that capture. */
+    *capturing = error == cudaErrorStreamCaptureImplicit || state != cudaStreamCaptureStatusNone;
+    if (error == cudaErrorStreamCaptureImplicit) {
+        cudaGetLastError();
+        return EPMOE_OK;
+    }
+    return epmoei_cuda_status((int32_t)error, "cudaStreamIsCapturing");
+}
+
 static volatile int32_t *find_error_word(void)
 {
     int device = -1;
@@ -250,6 +293,34 @@ epmoe_status_t epmoei_memory_set(epmoe_backend_t backend, void *dst, int32_t byt
 epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream)
 {
     (void)backend, (void)stream;
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    return no_cuda();
+}
+
+void epmoei_event_destroy(epmoei_event_t event) { (void)event; }
+
+epmoe_status_t epmoei_event_record(epmoei_event_t event, epmoe_stream_t stream)
+{
+    (void)event, (void)stream;
+    return no_cuda();
+}
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    (void)event;
+    *passed = true;
+    return no_cuda();
+}
+
+epmoe_status_t epmoei_stream_is_capturing(epmoe_stream_t stream, bool *capturing)
+{
+    (void)stream;
+    *capturing = false;
     return EPMOE_OK;
 }
 

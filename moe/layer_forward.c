@@ -224,14 +224,14 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     dispatch.x = args->x;
     dispatch.ids = layer->workspace.ids;
     dispatch.weights = layer->workspace.weights;
-    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local));
+    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     end_stage(forward, EPMOE_STAGE_DISPATCH);
 
     local = run_shared(forward); /* while the rows travel */
     end_stage(forward, EPMOE_STAGE_SHARED);
 
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
-    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows));
+    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows, forward->stream));
     end_stage(forward, EPMOE_STAGE_DISPATCH);
 
     if (local == EPMOE_OK && layer->local_experts) {
