@@ -192,7 +192,7 @@ epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
 
 epmoe_status_t epmoei_stream_is_capturing(epmoe_stream_t stream, bool *capturing)
 {
-    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
     cudaError_t error = cudaStreamIsCapturing(stream, &state);
     /* The default stream while another one is being captured: using it would end that capture. */
     *capturing = error == cudaErrorStreamCaptureImplicit || state != cudaStreamCaptureStatusNone;

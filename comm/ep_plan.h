@@ -151,6 +151,13 @@ epmoe_status_t epmoei_ep_wait(epmoe_ep_t *ep, const char *phase);
 /* Copies between the host's and the backend's version of an array; nothing where they are one. */
 epmoe_status_t epmoei_ep_copy(const epmoe_ep_t *ep, void *dst, const void *src, int64_t bytes, epmoe_stream_t stream);
 
+/* The slots of every token, and rows for every rank into `counts`. ids are in host memory. */
+void epmoei_ep_route(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, int32_t *counts);
+/* The slots of peers into the outbox; those of the own rank to where received rows lie. ids and weights of args are the
+ * host's, x is the backend's. */
+epmoe_status_t epmoei_ep_pack_outbox(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_ep_copy_own_rows(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream);
+
 /* Headers: what every rank says before rows travel. `begin` sends this rank's, which must be filled in; `finish` has
  * everybody's and the verdict, `own` being this rank's status. Every rank comes to the same verdict. */
 #define EPMOEI_HEADER_MAGIC 0x31706564656f6d65u
