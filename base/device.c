@@ -160,6 +160,46 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_stream_create(epmoe_stream_t *stream)
+{
+    *stream = NULL;
+    EPMOEI_CUDA(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    return EPMOE_OK;
+}
+
+void epmoei_stream_destroy(epmoe_stream_t stream)
+{
+    if (stream && cudaStreamDestroy(stream) != cudaSuccess) cudaGetLastError();
+}
+
+bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
+{
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (backend != EPMOE_BACKEND_CUDA) return false;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error != cudaSuccess) cudaGetLastError();
+    if (error == cudaErrorStreamCaptureImplicit) return true;
+    return capture != cudaStreamCaptureStatusNone;
+}
+
+bool epmoei_memory_is_device(const void *pointer)
+{
+    struct cudaPointerAttributes attributes;
+    if (epmoei_device_count() == 0) return false;
+    if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+}
+
+epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
+{
+    unsigned flags = epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream) ? cudaEventRecordExternal : 0;
+    EPMOEI_CUDA(cudaEventRecordWithFlags((cudaEvent_t)event, stream, flags));
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_event_create(epmoei_event_t *event)
 {
     *event = NULL;
@@ -172,35 +212,15 @@ void epmoei_event_destroy(epmoei_event_t event)
     if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
 }
 
-epmoe_status_t epmoei_event_record(epmoei_event_t event, epmoe_stream_t stream)
-{
-    EPMOEI_CUDA(cudaEventRecord(event, stream));
-    return EPMOE_OK;
-}
-
 epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
 {
     cudaError_t error = cudaEventQuery(event);
     *passed = error != cudaErrorNotReady;
-    if (error == cudaSuccess) return EPMOE_OK;
     if (error == cudaErrorNotReady) {
         cudaGetLastError(); /* or the next launch check finds it */
         return EPMOE_OK;
     }
     return epmoei_cuda_status((int32_t)error, "cudaEventQuery");
-}
-
-epmoe_status_t epmoei_stream_is_capturing(epmoe_stream_t stream, bool *capturing)
-{
-    enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-    cudaError_t error = cudaStreamIsCapturing(stream, &state);
-    /* The default stream while another one is being captured: using it would end that capture. */
-    *capturing = error == cudaErrorStreamCaptureImplicit || state != cudaStreamCaptureStatusNone;
-    if (error == cudaErrorStreamCaptureImplicit) {
-        cudaGetLastError();
-        return EPMOE_OK;
-    }
-    return epmoei_cuda_status((int32_t)error, "cudaStreamIsCapturing");
 }
 
 static volatile int32_t *find_error_word(void)
@@ -296,6 +316,32 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_stream_create(epmoe_stream_t *stream)
+{
+    *stream = NULL;
+    return no_cuda();
+}
+
+void epmoei_stream_destroy(epmoe_stream_t stream) { (void)stream; }
+
+bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
+{
+    (void)backend, (void)stream;
+    return false;
+}
+
+bool epmoei_memory_is_device(const void *pointer)
+{
+    (void)pointer;
+    return false;
+}
+
+epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
+{
+    (void)event, (void)stream;
+    return no_cuda();
+}
+
 epmoe_status_t epmoei_event_create(epmoei_event_t *event)
 {
     *event = NULL;
@@ -304,24 +350,11 @@ epmoe_status_t epmoei_event_create(epmoei_event_t *event)
 
 void epmoei_event_destroy(epmoei_event_t event) { (void)event; }
 
-epmoe_status_t epmoei_event_record(epmoei_event_t event, epmoe_stream_t stream)
-{
-    (void)event, (void)stream;
-    return no_cuda();
-}
-
 epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
 {
     (void)event;
     *passed = true;
     return no_cuda();
-}
-
-epmoe_status_t epmoei_stream_is_capturing(epmoe_stream_t stream, bool *capturing)
-{
-    (void)stream;
-    *capturing = false;
-    return EPMOE_OK;
 }
 
 int32_t *epmoei_error_word(void) { return NULL; }

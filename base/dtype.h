@@ -7,6 +7,10 @@
 
 #include <string.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 static inline float epmoei_f32_from_bits(uint32_t bits)
 {
     float value;
@@ -71,5 +75,9 @@ void epmoei_from_f32(void *dst, const float *src, epmoe_dtype_t dtype, int64_t n
 /* The plain format of a dtype and back; NONE when there is none. */
 epmoe_format_t epmoei_format_of_dtype(epmoe_dtype_t dtype);
 epmoe_dtype_t epmoei_dtype_of_format(epmoe_format_t format);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

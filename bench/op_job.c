@@ -9,7 +9,7 @@
 #include "kernels/silu_and_mul.h"
 #include "kernels/sum.h"
 #include "kernels/topk.h"
-#include "moe/random_weights.h"
+#include "kernels/random_weights.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 #include "bench/reference.h"
 
 #include "base/dtype.h"
-#include "moe/random_weights.h"
+#include "kernels/random_weights.h"
 
 #include <cblas.h>
 #include <math.h>

@@ -14,7 +14,7 @@ enum { DONE = 0, TIMED_OUT = 1, FAILED = 2 };
 typedef struct nccl_bootstrap_t {
     ncclComm_t comm;
     int32_t rank, size, device;
-    cudaStream_t stream;
+    epmoe_stream_t stream;
     epmoei_event_t event;
     char *pinned, *memory; /* `bytes` each, laid out alike */
     int64_t bytes;
@@ -175,7 +175,7 @@ static void free_bootstrap(nccl_bootstrap_t *b)
     epmoei_memory_free(EPMOE_BACKEND_CUDA, b->memory);
     epmoei_pinned_free(b->pinned);
     epmoei_event_destroy(b->event);
-    if (b->stream) cudaStreamDestroy(b->stream);
+    epmoei_stream_destroy(b->stream);
     epmoei_free(b);
 }
 
@@ -198,9 +198,7 @@ epmoe_status_t epmoei_bootstrap_create_nccl(struct ncclComm *comm, epmoe_bootstr
     if (!b) return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the NCCL bootstrap");
     b->comm = comm;
     EPMOEI_CHECK_GOTO(epmoei_nccl_describe(comm, &b->rank, &b->size, &b->device), fail);
-    EPMOEI_CHECK_GOTO(epmoei_cuda_status((int32_t)cudaStreamCreateWithFlags(&b->stream, cudaStreamNonBlocking),
-                                         "cudaStreamCreateWithFlags"),
-                      fail);
+    EPMOEI_CHECK_GOTO(epmoei_stream_create(&b->stream), fail);
     EPMOEI_CHECK_GOTO(epmoei_event_create(&b->event), fail);
     *bootstrap = (epmoe_bootstrap_t){
         .struct_size = sizeof *bootstrap,

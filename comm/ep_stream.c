@@ -3,12 +3,10 @@
 
 epmoe_status_t epmoei_ep_check_stream(const epmoe_ep_t *ep, const char *call, epmoe_stream_t stream)
 {
-    bool capturing = false;
     if (!epmoei_ep_is_cuda(ep)) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_comm_check_device(ep->comm));
     if (ep->size == 1) return EPMOE_OK;
-    EPMOEI_CHECK(epmoei_stream_is_capturing(stream, &capturing));
-    if (capturing)
+    if (epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream))
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "%s: stream is being captured: transport %s plans on the host, with what it reads back from "
                            "the device, and no graph can replay that",

@@ -60,6 +60,12 @@ static inline float epmoei_gate(float gate, float fraction)
 
 static inline float epmoei_silu(float x) { return epmoei_gate(x, epmoei_sigmoid(x)); }
 
+/* Whether two columns of the product make one output. */
+static inline bool epmoei_activation_is_gated(epmoe_activation_t activation)
+{
+    return activation < EPMOE_ACTIVATION_NONE;
+}
+
 /* alpha and limit as epmoei_activation_check leaves them; limit 0 = none. */
 static inline float epmoei_activate(epmoe_activation_t activation, float gate, float up, float alpha, float limit)
 {
@@ -82,7 +88,7 @@ extern "C" {
 
 /* Fills the defaults of alpha and limit; INVALID_ARGUMENT for an unknown activation, or an alpha or limit that is
  * negative or no number. alpha must be finite; limit infinity = none. */
-epmoe_status_t epmoei_activation_check(epmoe_activation_t activation, bool allow_none, float *alpha, float *limit);
+epmoe_status_t epmoei_activation_check(epmoe_activation_t activation, bool allow_ungated, float *alpha, float *limit);
 
 #ifdef __cplusplus
 }

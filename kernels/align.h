@@ -8,7 +8,8 @@
  *   aliasing    none
  *   padding     sorted_ids T*k with the host's num_tokens (also with num_tokens_dev), expert_ids -1, both up to the
  *               worst case P; expert_offsets include each expert's own padding
- *   errors      CPU: an id outside [-1,E) or a map entry below -1 fails before anything is written
+ *   errors      CPU: an id outside [-1,E) or a map entry below -1 fails before anything is written; CUDA: both count
+ *               as -1 and add to the error word
  */
 #ifndef EPMOEI_ALIGN_H
 #define EPMOEI_ALIGN_H

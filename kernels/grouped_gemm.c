@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/activation.h"
+#include "kernels/op_check.h"
 
 static epmoe_status_t check_weight(const epmoe_weight_t *weight, bool need_data)
 {
@@ -50,8 +51,9 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
     EPMOEI_CHECK(check_flag("weight_on_input", out->weight_on_input));
     EPMOEI_CHECK(check_flag("batch_invariant", out->batch_invariant));
     EPMOEI_CHECK(epmoei_activation_check(out->activation, true, &out->alpha, &out->limit));
-    if (out->activation != EPMOE_ACTIVATION_NONE && out->n % 2)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with an activation", out->n);
+    if (epmoei_activation_is_gated(out->activation) && out->n % 2)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with a gated activation",
+                           out->n);
     return check_weight(&out->weight, false);
 }
 
@@ -83,9 +85,12 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
     const struct {
         const char *name;
         const void *pointer;
-    } needed[] = {{"expert_offsets", out->expert_offsets}, {"x", out->x}, {"y", out->y}};
+    } needed[] = {{"x", out->x}, {"y", out->y}};
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
         if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
+    if (!out->expert_offsets && out->num_experts != 1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets is NULL: expected offsets of %d experts",
+                           out->num_experts);
     if (out->weight_on_input && !out->row_weights)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "row_weights is NULL: weight_on_input needs them");
     return EPMOE_OK;
@@ -94,7 +99,7 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows)
 {
     double weight = (double)args->n * args->k;
-    double n_out = args->activation == EPMOE_ACTIVATION_NONE ? args->n : args->n / 2;
+    double n_out = epmoei_activation_is_gated(args->activation) ? args->n / 2 : args->n;
     double weight_bytes = epmoe_dtype_size(epmoei_dtype_of_format(args->weight.format));
     return (epmoei_floor_t){
         .bytes = active_experts * weight * weight_bytes +
@@ -123,7 +128,12 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
     if (checked.max_rows == 0) return EPMOE_OK;
     epmoe_backend_t backend;
+    int32_t one_group[2] = {0, checked.max_rows};
     EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
-    if (backend == EPMOE_BACKEND_CPU) EPMOEI_CHECK(check_rows(&checked));
+    if (backend == EPMOE_BACKEND_CPU) {
+        EPMOEI_CHECK(epmoei_actual_tokens(checked.num_rows_dev, checked.max_rows, &one_group[1]));
+        if (!checked.expert_offsets) checked.expert_offsets = one_group;
+        EPMOEI_CHECK(check_rows(&checked));
+    }
     return kernels->grouped_gemm(&checked, stream);
 }

@@ -7,6 +7,8 @@
  *   alignment   CPU: element; CUDA: 16 bytes
  *   aliasing    none
  *   padding     row_index >= num_slots is skipped; rows of y that no row index names are untouched
+ *   one group   expert_offsets NULL (E = 1): CUDA kernels take num_rows_dev, or max_rows; the CPU's get offsets made by
+ *               the entry
  *   NaN         flows through; it never spreads to another row
  */
 #ifndef EPMOEI_GROUPED_GEMM_H

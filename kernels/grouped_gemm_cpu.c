@@ -85,7 +85,7 @@ static const void *weight_row(const epmoe_grouped_gemm_args_t *args, int32_t exp
 /* Row of w that output i reads: its gate (or only) row, or its up row. */
 static int64_t output_row(const epmoe_grouped_gemm_args_t *args, int32_t i, bool up)
 {
-    if (args->activation == EPMOE_ACTIVATION_NONE) return i;
+    if (!epmoei_activation_is_gated(args->activation)) return i;
     if (args->layout == EPMOE_LAYOUT_INTERLEAVED) return (int64_t)2 * i + up;
     return up ? (int64_t)args->n / 2 + i : i;
 }
@@ -109,7 +109,7 @@ static void multiply_blas(const epmoe_grouped_gemm_args_t *args, const scratch_t
 static void finish(const epmoe_grouped_gemm_args_t *args, const scratch_t *scratch, int32_t expert, int32_t first,
                    int32_t count, int32_t rows)
 {
-    bool gated = args->activation != EPMOE_ACTIVATION_NONE;
+    bool gated = epmoei_activation_is_gated(args->activation);
     int32_t n_out = gated ? args->n / 2 : args->n;
     const float *bias = args->bias ? args->bias + (int64_t)expert * args->n : NULL;
     for (int32_t r = 0; r < rows; r++) {
@@ -124,7 +124,8 @@ static void finish(const epmoe_grouped_gemm_args_t *args, const scratch_t *scrat
                 float up = scratch->out[(int64_t)(count + i) * rows + r] * weight_in;
                 if (bias) up += bias[output_row(args, first + i, true)];
                 value = epmoei_activate(args->activation, value, up, args->alpha, args->limit);
-            }
+            } else if (args->activation == EPMOE_ACTIVATION_SIGMOID)
+                value = epmoei_sigmoid(value);
             epmoei_store(args->y, args->y_dtype, (int64_t)slot * n_out + first + i, value * weight_out);
         }
     }
@@ -135,7 +136,7 @@ static void run_task(const epmoe_grouped_gemm_args_t *args, const float *x, cons
 {
     int32_t row_end = args->expert_offsets[expert + 1];
     int32_t expert_rows = row_end - args->expert_offsets[expert];
-    bool gated = args->activation != EPMOE_ACTIVATION_NONE;
+    bool gated = epmoei_activation_is_gated(args->activation);
     bool blas = uses_blas(args, expert_rows);
     int32_t n_out = gated ? args->n / 2 : args->n;
     int32_t tile = blas ? kBlasTile : kSmallTile, block = blas ? kBlasRows : kSmallRows;
@@ -171,7 +172,7 @@ static void run_task(const epmoe_grouped_gemm_args_t *args, const float *x, cons
 
 static int64_t count_tasks(const epmoe_grouped_gemm_args_t *args, int64_t *task_start)
 {
-    int32_t n_out = args->activation == EPMOE_ACTIVATION_NONE ? args->n : args->n / 2;
+    int32_t n_out = epmoei_activation_is_gated(args->activation) ? args->n / 2 : args->n;
     int64_t tasks = 0;
     for (int32_t e = 0; e < args->num_experts; e++) {
         int32_t rows = args->expert_offsets[e + 1] - args->expert_offsets[e];

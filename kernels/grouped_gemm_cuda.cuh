@@ -23,6 +23,9 @@ struct gemm_params_t {
     int32_t x_row_divisor;
     int32_t weight_on_input;
     int32_t interleaved;
+    int32_t gated;
+    int32_t max_rows;
+    const int32_t *num_rows_dev;
     epmoe_activation_t activation;
     epmoe_dtype_t y_dtype;
     float alpha;
@@ -42,12 +45,15 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
     p.num_experts = args->num_experts;
     p.n = args->n;
     p.k = args->k;
-    p.n_out = args->activation == EPMOE_ACTIVATION_NONE ? args->n : args->n / 2;
+    p.gated = args->activation < EPMOE_ACTIVATION_NONE;
+    p.n_out = p.gated ? args->n / 2 : args->n;
     p.num_slots = args->num_slots;
+    p.max_rows = args->max_rows;
+    p.num_rows_dev = args->num_rows_dev;
     p.x_row_divisor = args->x_row_divisor;
     p.weight_on_input = args->weight_on_input;
-    /* Without an activation the rows of w are the outputs, in order. */
-    p.interleaved = args->activation == EPMOE_ACTIVATION_NONE || args->layout != EPMOE_LAYOUT_GATE_FIRST;
+    /* Ungated, the rows of w are the outputs, in order. */
+    p.interleaved = !p.gated || args->layout != EPMOE_LAYOUT_GATE_FIRST;
     p.activation = args->activation;
     p.y_dtype = args->y_dtype;
     p.alpha = args->alpha;
@@ -59,6 +65,13 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
 __device__ __forceinline__ int32_t gemm_weight_row(const gemm_params_t &p, int32_t col)
 {
     return p.interleaved ? col : (col & 1) * p.n_out + (col >> 1);
+}
+
+/* First row of expert e in the sorted order; e = E gives the end. */
+__device__ __forceinline__ int32_t gemm_expert_offset(const gemm_params_t &p, int32_t e)
+{
+    if (p.expert_offsets) return p.expert_offsets[e];
+    return e == 0 ? 0 : epmoei_device_tokens(p.num_rows_dev, p.max_rows);
 }
 
 /* The largest number of row tiles that max_rows rows of num_experts experts can make. */
@@ -80,7 +93,7 @@ __device__ int32_t gemm_count_tiles(const gemm_params_t &p, int32_t block_m, int
         int32_t e = first + (int32_t)threadIdx.x;
         int32_t tiles = 0;
         if (e < p.num_experts) {
-            int32_t rows = p.expert_offsets[e + 1] - p.expert_offsets[e];
+            int32_t rows = gemm_expert_offset(p, e + 1) - gemm_expert_offset(p, e);
             tiles = rows > 0 ? (rows + block_m - 1) / block_m : 0;
         }
         int32_t sum = tiles;
@@ -125,8 +138,8 @@ __device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, co
     int32_t local = (int32_t)(tile - (int64_t)cumulative[lo] * col_tiles);
     gemm_tile_t t;
     t.expert = lo;
-    t.row = p.expert_offsets[lo] + local % row_tiles * block_m;
-    t.rows = min(block_m, p.expert_offsets[lo + 1] - t.row);
+    t.row = gemm_expert_offset(p, lo) + local % row_tiles * block_m;
+    t.rows = min(block_m, gemm_expert_offset(p, lo + 1) - t.row);
     t.col = local / row_tiles * block_n;
     return t;
 }
@@ -142,12 +155,75 @@ __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float
     }
     float value = a;
     if (bias) value += bias[gemm_weight_row(p, col)];
-    if (p.activation != EPMOE_ACTIVATION_NONE) {
+    if (p.gated) {
         float up = b;
         if (bias) up += bias[gemm_weight_row(p, col + 1)];
         value = epmoei_activate_device(p.activation, value, up, p.alpha, p.limit);
-    }
+    } else if (p.activation == EPMOE_ACTIVATION_SIGMOID)
+        value = epmoei_sigmoid_device(value);
     return p.weight_on_input ? value : value * weight;
+}
+
+/* kCount outputs from `col` on, of one row, to y. */
+template <int kCount>
+__device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t element, const float (&value)[kCount])
+{
+    if (p.y_dtype == EPMOE_F32) {
+        float *y = (float *)p.y + element;
+        if constexpr (kCount % 4 == 0)
+#pragma unroll
+            for (int i = 0; i < kCount; i += 4)
+                *(float4 *)(y + i) = make_float4(value[i], value[i + 1], value[i + 2], value[i + 3]);
+        else
+            y[0] = value[0];
+        return;
+    }
+    uint16_t bits[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        bits[i] = p.y_dtype == EPMOE_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value[i]))
+                                          : __half_as_ushort(__float2half_rn(value[i]));
+    uint16_t *y = (uint16_t *)p.y + element;
+    if constexpr (kCount == 8)
+        *(uint4 *)y = make_uint4(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16,
+                                 bits[4] | (uint32_t)bits[5] << 16, bits[6] | (uint32_t)bits[7] << 16);
+    else
+        y[0] = bits[0];
+}
+
+/* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`
+ * names. Eight outputs a thread and step where rows of y allow 16-byte stores, one otherwise. */
+template <int kThreads>
+__device__ __forceinline__ void gemm_store_tile(const gemm_params_t &p, const gemm_tile_t &tile, const float *staging,
+                                                int32_t staging_row, int32_t block_n, const int32_t *slots)
+{
+    const bool gated = p.gated;
+    const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
+    const int32_t first = gated ? tile.col / 2 : tile.col;
+    const int32_t count = min(gated ? block_n / 2 : block_n, p.n_out - first);
+    const int32_t step = p.n_out % 8 == 0 ? 8 : 1;
+    const int32_t steps = count / step;
+    for (int32_t i = threadIdx.x; i < tile.rows * steps; i += kThreads) {
+        int32_t row = i / steps, at = i % steps * step;
+        int32_t slot = slots[row];
+        if (slot < 0) continue;
+        const float *from = staging + row * staging_row + (gated ? 2 * at : at);
+        float weight = p.row_weights ? p.row_weights[slot] : 1.0f;
+        int64_t element = (int64_t)slot * p.n_out + first + at;
+        auto output = [&](int32_t j) {
+            int32_t col = gated ? tile.col + 2 * (at + j) : tile.col + at + j;
+            return gemm_finish(p, bias, weight, col, from[gated ? 2 * j : j], gated ? from[2 * j + 1] : 0.0f);
+        };
+        if (step == 8) {
+            float value[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) value[j] = output(j);
+            gemm_store<8>(p, element, value);
+        } else {
+            float value[1] = {output(0)};
+            gemm_store<1>(p, element, value);
+        }
+    }
 }
 
 #endif

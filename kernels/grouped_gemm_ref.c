@@ -26,7 +26,7 @@ static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, i
 epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
     (void)stream;
-    bool gated = args->activation != EPMOE_ACTIVATION_NONE;
+    bool gated = epmoei_activation_is_gated(args->activation);
     bool interleaved = args->layout == EPMOE_LAYOUT_INTERLEAVED;
     int32_t n_out = gated ? args->n / 2 : args->n;
     for (int32_t e = 0; e < args->num_experts; e++)
@@ -39,8 +39,10 @@ epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, ep
                     float gate = projection(args, e, interleaved ? 2 * i : i, slot);
                     float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, slot);
                     value = epmoei_activate(args->activation, gate, up, args->alpha, args->limit);
-                } else
+                } else {
                     value = projection(args, e, i, slot);
+                    if (args->activation == EPMOE_ACTIVATION_SIGMOID) value = epmoei_sigmoid(value);
+                }
                 if (args->row_weights && !args->weight_on_input) value *= args->row_weights[slot];
                 epmoei_store(args->y, args->y_dtype, (int64_t)slot * n_out + i, value);
             }

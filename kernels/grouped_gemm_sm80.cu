@@ -13,14 +13,15 @@ namespace
 
 constexpr int kThreads = 128;
 constexpr int kBlockN = 128;
-constexpr int kBlockK = 64;          /* 128 bytes: one row of the swizzle */
-constexpr int kChunks = kBlockK / 8; /* 16-byte chunks of a row */
+constexpr int kBlockK = 64;              /* 128 bytes: one row of the swizzle */
+constexpr int kChunks = kBlockK / 8;     /* 16-byte chunks of a row */
+constexpr int kStagingRow = kBlockN + 4; /* floats; the padding avoids bank conflicts */
 
 template <int kBlockM_, int kWarpsM_, int kWarpsN_, int kStages_> struct tile_shape {
     static constexpr int kBlockM = kBlockM_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kStages = kStages_;
     static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
-    /* The epilogue's staging rows are padded by 16 bytes against bank conflicts. */
-    static constexpr int kStagingBytes = kBlockM * (kBlockN * 4 + 16);
+    /* The pipeline's memory holds the accumulators at the end. */
+    static constexpr int kStagingBytes = kBlockM * kStagingRow * 4;
     static constexpr int kBufferBytes = kStages * kStageBytes > kStagingBytes ? kStages *kStageBytes : kStagingBytes;
 };
 using tile_16 = tile_shape<16, 1, 4, 4>;
@@ -35,7 +36,7 @@ __device__ __forceinline__ uint32_t swizzle(int row, int chunk)
 }
 
 template <typename T, typename Tile>
-__global__ void __launch_bounds__(kThreads) grouped_gemm_kernel(const gemm_params_t p)
+__global__ void __launch_bounds__(kThreads, 2) grouped_gemm_kernel(const gemm_params_t p)
 {
     constexpr int kBlockM = Tile::kBlockM, kStages = Tile::kStages;
     constexpr int kWarpM = kBlockM / Tile::kWarpsM, kWarpN = kBlockN / Tile::kWarpsN;
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_kernel(const gemm_param
 
     extern __shared__ __align__(128) char shared[];
     __shared__ int32_t slots[kBlockM]; /* -1 = no row */
+    __shared__ int32_t x_rows[kBlockM];
     __shared__ int32_t warp_sums[kThreads / 32];
     int32_t *cumulative = (int32_t *)(shared + Tile::kBufferBytes);
 
@@ -68,23 +70,21 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_kernel(const gemm_param
                 if (slot < 0 || slot >= p.num_slots) slot = -1;
             }
             slots[i] = slot;
+            x_rows[i] = slot < 0 ? 0 : slot / p.x_row_divisor;
         }
         __syncthreads();
 
-        const T *a_rows[kCopiesA], *b_rows[kCopiesB];
+        /* A thread copies every 16th row of both tiles: rows of x through the index, rows of w at a fixed step. */
         uint32_t a_valid = 0, b_valid = 0;
 #pragma unroll
-        for (int i = 0; i < kCopiesA; i++) {
-            int32_t slot = slots[copy_row + i * kRowsPerCopy];
-            if (slot >= 0) a_valid |= 1u << i;
-            a_rows[i] = (const T *)p.x + (int64_t)(slot < 0 ? 0 : slot / p.x_row_divisor) * p.k;
-        }
+        for (int i = 0; i < kCopiesA; i++)
+            if (slots[copy_row + i * kRowsPerCopy] >= 0) a_valid |= 1u << i;
 #pragma unroll
-        for (int i = 0; i < kCopiesB; i++) {
-            int32_t col = tile.col + copy_row + i * kRowsPerCopy;
-            if (col < p.n) b_valid |= 1u << i;
-            b_rows[i] = (const T *)p.w + ((int64_t)tile.expert * p.n + gemm_weight_row(p, col < p.n ? col : 0)) * p.k;
-        }
+        for (int i = 0; i < kCopiesB; i++)
+            if (tile.col + copy_row + i * kRowsPerCopy < p.n) b_valid |= 1u << i;
+        const T *x = (const T *)p.x;
+        const T *w = (const T *)p.w + ((int64_t)tile.expert * p.n + gemm_weight_row(p, tile.col + copy_row)) * p.k;
+        const int64_t w_step = (int64_t)(p.interleaved ? kRowsPerCopy : kRowsPerCopy / 2) * p.k;
 
         auto copy_stage = [&](int step) {
             uint32_t stage = ptx_shared_address(shared) + (uint32_t)(step % kStages * Tile::kStageBytes);
@@ -93,12 +93,14 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_kernel(const gemm_param
             int32_t k_read = k_valid ? k : 0;
 #pragma unroll
             for (int i = 0; i < kCopiesA; i++)
-                ptx_cp_async_16(stage + swizzle(copy_row + i * kRowsPerCopy, copy_chunk), a_rows[i] + k_read,
+                ptx_cp_async_16(stage + swizzle(copy_row + i * kRowsPerCopy, copy_chunk),
+                                x + (int64_t)x_rows[copy_row + i * kRowsPerCopy] * p.k + k_read,
                                 k_valid && (a_valid >> i & 1) ? 16 : 0);
             stage += kBlockM * 128;
 #pragma unroll
             for (int i = 0; i < kCopiesB; i++)
-                ptx_cp_async_16(stage + swizzle(copy_row + i * kRowsPerCopy, copy_chunk), b_rows[i] + k_read,
+                ptx_cp_async_16(stage + swizzle(copy_row + i * kRowsPerCopy, copy_chunk),
+                                b_valid >> i & 1 ? w + i * w_step + k_read : (const T *)p.w,
                                 k_valid && (b_valid >> i & 1) ? 16 : 0);
         };
 
@@ -144,61 +146,17 @@ __global__ void __launch_bounds__(kThreads) grouped_gemm_kernel(const gemm_param
         ptx_cp_async_wait<0>();
         __syncthreads(); /* the pipeline's memory becomes the staging area */
 
-        const bool gated = p.activation != EPMOE_ACTIVATION_NONE;
-        const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
-        const int size = p.y_dtype == EPMOE_F32 ? 4 : 2;
-        const int staging_row = (gated ? kBlockN / 2 : kBlockN) * size + 16;
-        auto stage_value = [&](int row, int col, float value) {
-            char *to = shared + row * staging_row + col * size;
-            if (p.y_dtype == EPMOE_F32)
-                *(float *)to = value;
-            else if (p.y_dtype == EPMOE_BF16)
-                *(__nv_bfloat16 *)to = __float2bfloat16_rn(value);
-            else
-                *(__half *)to = __float2half_rn(value);
-        };
+        float *staging = (float *)shared;
 #pragma unroll
         for (int i = 0; i < kFragsM; i++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                int row = warp_m + i * 16 + lane / 4 + half * 8;
-                int32_t slot = slots[row];
-                if (slot < 0) continue;
-                float weight = p.row_weights ? p.row_weights[slot] : 1.0f;
+            for (int half = 0; half < 2; half++)
 #pragma unroll
-                for (int j = 0; j < kFragsN; j++) {
-                    int local = warp_n + j * 8 + lane % 4 * 2;
-                    int32_t col = tile.col + local;
-                    float a = acc[i][j][half * 2], b = acc[i][j][half * 2 + 1];
-                    if (gated) {
-                        if (col < p.n) stage_value(row, local / 2, gemm_finish(p, bias, weight, col, a, b));
-                    } else {
-                        if (col < p.n) stage_value(row, local, gemm_finish(p, bias, weight, col, a, 0.0f));
-                        if (col + 1 < p.n) stage_value(row, local + 1, gemm_finish(p, bias, weight, col + 1, b, 0.0f));
-                    }
-                }
-            }
+                for (int j = 0; j < kFragsN; j++)
+                    *(float2 *)(staging + (warp_m + i * 16 + lane / 4 + half * 8) * kStagingRow + warp_n + j * 8 +
+                                lane % 4 * 2) = make_float2(acc[i][j][half * 2], acc[i][j][half * 2 + 1]);
         __syncthreads();
-
-        /* Whole rows out, in 16-byte pieces where every row starts at a multiple of 16 bytes. */
-        const int32_t out_col = gated ? tile.col / 2 : tile.col;
-        const int32_t out_cols = min(gated ? kBlockN / 2 : kBlockN, p.n_out - out_col);
-        const bool vector = p.n_out * size % 16 == 0;
-        const int piece = vector ? 16 : size;
-        const int pieces = (out_cols * size + piece - 1) / piece;
-        for (int i = tid; i < tile.rows * pieces; i += kThreads) {
-            int row = i / pieces, at = i % pieces * piece;
-            int32_t slot = slots[row];
-            if (slot < 0) continue;
-            char *to = (char *)p.y + ((int64_t)slot * p.n_out + out_col) * size + at;
-            const char *from = shared + row * staging_row + at;
-            if (vector)
-                *(uint4 *)to = *(const uint4 *)from;
-            else if (size == 4)
-                *(float *)to = *(const float *)from;
-            else
-                *(uint16_t *)to = *(const uint16_t *)from;
-        }
+        gemm_store_tile<kThreads>(p, tile, staging, kStagingRow, kBlockN, slots);
     }
 }
 

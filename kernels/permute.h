@@ -5,16 +5,19 @@
  *   order       none: a bit-exact copy of elements of 1, 2 or 4 bytes. A slot that sorted_ids names twice leaves its
  *               last position in inverse
  *   edges       any hidden >= 1; max_rows 0 is legal and still writes inverse; T = 0 is a no-op
- *   alignment   CPU: element; CUDA: 16 bytes
+ *   alignment   CPU: element; CUDA: x and y 16 bytes at their base, the indices 4
  *   aliasing    none
  *   padding     sorted id >= T*k: a row of zeros; rows p >= *num_rows are neither read nor written
- *   errors      CPU: *num_rows outside [0,max_rows] or a negative sorted id fails before anything is written
+ *   errors      CPU: *num_rows outside [0,max_rows] or a negative sorted id fails before anything is written; CUDA: the
+ *               one is clamped, the other is a row of zeros, and each adds to the error word
  * unpermute:
  *   order       acc = 0, then acc += weight * y for j ascending, fp32; rounded once
  *   edges       a token without any slot gets zeros; T = 0 is a no-op
+ *   alignment   CPU: element; CUDA: y and out 16 bytes at their base, inverse and weights 4
  *   padding     inverse -1: neither the row nor the weight is read
  *   NaN         flows through, to its own token only
- *   errors      CPU: an inverse outside [-1,max_rows) fails before anything is written
+ *   errors      CPU: an inverse outside [-1,max_rows) fails before anything is written; CUDA: it counts as -1 and adds
+ *               to the error word
  */
 #ifndef EPMOEI_PERMUTE_H
 #define EPMOEI_PERMUTE_H

@@ -4,12 +4,13 @@
  *   order       acc = 0, then acc += weight * y for j ascending, then the addend, then the residual, fp32; rounded once
  *   edges       any hidden >= 1, any k >= 1; a token without any slot gets addend + residual, or zeros; T = 0 is a
  *               no-op
- *   alignment   CPU: element; CUDA: 16 bytes
+ *   alignment   CPU: element; CUDA: y, out, addend and residual 16 bytes at their base, the rest 4
  *   aliasing    out == residual; nothing else
- *   padding     ids -1: neither the row nor the weight is read; rows from *num_tokens_dev on are neither read nor
- *               written
+ *   padding     ids -1: neither the row nor the weight is read;
+ *               rows from *num_tokens_dev on are neither read nor written
  *   NaN         flows through, to its own token only
- *   errors      CPU: an id below -1 fails before anything is written (the op does not know E)
+ *   errors      CPU: an id below -1 fails before anything is written (the op does not know E); CUDA: it counts as -1
+ *               and adds to the error word
  */
 #ifndef EPMOEI_SUM_H
 #define EPMOEI_SUM_H

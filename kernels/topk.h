@@ -9,7 +9,7 @@
  *               lower one. Ids come from the kept groups only, even when their values are -inf
  *   softmax     over all E, not only over the kept groups
  *   edges       E 1..4096 and k 1..min(E,32), no divisibility; T = 0 is a no-op
- *   alignment   CPU: element; CUDA: 16 bytes
+ *   alignment   CPU: element; CUDA: logits and selection_bias 16 bytes at their base, rows at any stride; the rest 4
  *   aliasing    none
  *   NaN         a NaN logit counts as -inf, +inf as FLT_MAX, a NaN in the bias as -inf; a -inf stays -inf after the
  *               bias and its score is 0. All -inf: ids 0..k-1, weights 0

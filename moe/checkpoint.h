@@ -3,18 +3,8 @@
 #define EPMOEI_CHECKPOINT_H
 
 #include "base/base.h"
+#include "kernels/repack.h"
 #include "moe/safetensors.h"
-
-/* A matrix [rows, cols] somewhere in memory: element (r,c) is data[r*row_stride + c*col_stride], strides in elements.
- * Transposed and interleaved storage is only a matter of strides. data may be unaligned. data NULL = absent. */
-typedef struct epmoei_view_t {
-    const void *data;
-    epmoe_dtype_t dtype; /* F32, BF16, F16 */
-    int64_t rows;
-    int64_t cols;
-    int64_t row_stride;
-    int64_t col_stride;
-} epmoei_view_t;
 
 /* One expert's (or the shared expert's) three projections as nn.Linear sees them: gate, up [f,d]; down [d,f].
  * Biases are views of one row: [1,f], [1,f], [1,d]; absent when the family has none. */

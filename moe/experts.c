@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-/* Tokens go through the experts in chunks, so that the intermediates of a long prefill stay bounded. */
+/* On the CPU tokens go through the experts in chunks, so that the intermediates of a long prefill stay bounded. */
 #define CHUNK_BYTES ((int64_t)256 << 20)
 enum { kMinChunkTokens = 64 };
 
@@ -16,7 +16,8 @@ typedef struct plan_t {
     int32_t *num_post_padded;
     int32_t *expert_offsets; /* [E+1] */
     void *h;                 /* [chunk*k, f] of dtype */
-    float *slots;            /* [chunk*k, d]: weighted expert outputs */
+    void *slots;             /* [chunk*k, d] of slot_dtype: weighted expert outputs */
+    epmoe_dtype_t slot_dtype;
     void *align_workspace;
     int64_t align_bytes;
     void *gemm_workspace; /* last, so that it can take what is left of a workspace */
@@ -25,8 +26,9 @@ typedef struct plan_t {
     int64_t bytes;
 } plan_t;
 
-static int32_t chunk_tokens(const epmoe_experts_args_t *args)
+static int32_t chunk_tokens(const epmoe_experts_args_t *args, bool cuda)
 {
+    if (cuda) return args->num_tokens; /* one pass: the host does not know how many rows there are */
     int64_t token_bytes = (int64_t)args->top_k * ((int64_t)args->intermediate * epmoe_dtype_size(args->dtype) +
                                                   (int64_t)args->hidden * (int64_t)sizeof(float));
     int64_t tokens = epmoei_max64(CHUNK_BYTES / token_bytes, kMinChunkTokens);
@@ -42,6 +44,7 @@ static epmoe_align_args_t align_args(const epmoe_experts_args_t *args, const pla
     align.top_k = args->top_k;
     align.num_experts = args->num_experts;
     align.block_size = 1;
+    align.num_tokens_dev = args->num_tokens_dev;
     align.ids = args->ids ? args->ids + (int64_t)first * args->top_k : NULL;
     align.sorted_ids = plan->sorted_ids;
     align.num_post_padded = plan->num_post_padded;
@@ -101,7 +104,7 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     gemm.bias = args->down_bias;
     gemm.activation = EPMOE_ACTIVATION_NONE;
     if (args->weight_on_input) gemm.row_weights = NULL;
-    gemm.y_dtype = EPMOE_F32;
+    gemm.y_dtype = plan->slot_dtype;
     gemm.y = plan->slots;
     return gemm;
 }
@@ -109,8 +112,14 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
 /* The one place where the workspace is laid out; base NULL counts. */
 static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, plan_t *plan)
 {
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    bool cuda = backend == EPMOE_BACKEND_CUDA;
     memset(plan, 0, sizeof *plan);
-    plan->chunk_tokens = chunk_tokens(args);
+    plan->chunk_tokens = chunk_tokens(args, cuda);
+    /* A weighted row may be rounded to bf16, where it halves the traffic; an fp16 row could overflow before the other
+     * slots bring it back. */
+    plan->slot_dtype = cuda && args->dtype == EPMOE_BF16 ? EPMOE_BF16 : EPMOE_F32;
     epmoe_align_args_t align = align_args(args, plan, 0, plan->chunk_tokens);
     epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, 0, plan->chunk_tokens);
     epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, 0, plan->chunk_tokens);
@@ -128,7 +137,7 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     plan->num_post_padded = epmoei_carve(&arena, 4);
     plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
     plan->h = epmoei_carve(&arena, slots * args->intermediate * epmoe_dtype_size(args->dtype));
-    plan->slots = epmoei_carve(&arena, slots * args->hidden * 4);
+    plan->slots = epmoei_carve(&arena, slots * args->hidden * epmoe_dtype_size(plan->slot_dtype));
     plan->align_workspace = epmoei_carve(&arena, plan->align_bytes);
     plan->bytes_before_gemm = arena.used;
     plan->gemm_workspace = epmoei_carve(&arena, plan->gemm_bytes);
@@ -204,14 +213,7 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-static void add_stage(double *stage_us, epmoe_stage_t stage, double *since)
-{
-    double now = epmoei_now_seconds();
-    if (stage_us) stage_us[stage] += 1e6 * (now - *since);
-    *since = now;
-}
-
-epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, double *stage_us)
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     if (args->num_tokens == 0) return EPMOE_OK;
     plan_t plan;
@@ -219,36 +221,36 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
     EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
     /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
     plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
-    double time = epmoei_now_seconds();
     for (int32_t first = 0; first < args->num_tokens; first += plan.chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan.chunk_tokens, args->num_tokens - first);
         epmoe_align_args_t align = align_args(args, &plan, first, tokens);
         EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
-        add_stage(stage_us, EPMOE_STAGE_ALIGN, &time);
+        EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, &plan, first, tokens);
         EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, stream));
-        add_stage(stage_us, EPMOE_STAGE_GEMM1, &time);
+        EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, &plan, first, tokens);
         EPMOEI_CHECK(epmoe_grouped_gemm(&gemm2, stream));
-        add_stage(stage_us, EPMOE_STAGE_GEMM2, &time);
+        EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
 
         epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;
         sum.backend = args->backend;
         sum.num_tokens = tokens;
         sum.top_k = args->top_k;
         sum.hidden = args->hidden;
-        sum.y_dtype = EPMOE_F32;
+        sum.y_dtype = plan.slot_dtype;
         sum.out_dtype = args->y_dtype;
         sum.y = plan.slots;
+        sum.num_tokens_dev = args->num_tokens_dev;
         sum.ids = args->ids + (int64_t)first * args->top_k;
         int64_t at = (int64_t)first * args->hidden;
         sum.addend = args->addend ? args->addend + at : NULL;
         sum.residual = args->residual ? (const char *)args->residual + at * epmoe_dtype_size(args->y_dtype) : NULL;
         sum.out = (char *)args->y + at * epmoe_dtype_size(args->y_dtype);
         EPMOEI_CHECK(epmoe_sum(&sum, stream));
-        add_stage(stage_us, EPMOE_STAGE_COMBINE, &time);
+        EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_COMBINE));
     }
     return EPMOE_OK;
 }

@@ -1,5 +1,6 @@
 #include "moe/layer.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
 
@@ -54,7 +55,8 @@ static epmoe_status_t make_workspace(epmoe_layer_t *layer)
     epmoei_layer_workspace_t *workspace = &layer->workspace;
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &layer->config, layer->backend, layer->local_experts,
                                                layer->max_rows, workspace));
-    EPMOEI_CHECK(epmoei_alloc_for(&layer->workspace_memory, workspace->bytes, "the layer's workspace"));
+    EPMOEI_CHECK(
+        epmoei_memory_alloc(layer->backend, &layer->workspace_memory, workspace->bytes, "the layer's workspace"));
     return epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend, layer->local_experts,
                                          layer->max_rows, workspace);
 }
@@ -72,6 +74,27 @@ static epmoe_status_t make_ep(epmoe_layer_t *layer)
     return epmoe_ep_create(layer->comm, &ep, &layer->ep);
 }
 
+static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
+{
+    const struct {
+        const char *name;
+        int32_t value;
+    } multiples[] = {{"hidden", config->hidden},
+                     {"intermediate", config->intermediate},
+                     {"shared_intermediate", config->shared_intermediate}};
+    for (size_t i = 0; i < sizeof multiples / sizeof multiples[0]; i++)
+        if (multiples[i].value % 8)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.%s is %d: on CUDA it must be a multiple of 8",
+                               multiples[i].name, multiples[i].value);
+    if (config->dtype == EPMOE_F32 || config->weight_format == EPMOE_FORMAT_F32)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA bf16 or fp16",
+                           epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
+    if (epmoei_format_of_dtype(config->dtype) != config->weight_format)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA the same",
+                           epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm_t *comm, epmoe_layer_t **out)
 {
     if (!out) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
@@ -86,6 +109,7 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
     epmoe_layer_t *layer = epmoei_calloc((int64_t)sizeof *layer);
     epmoe_status_t status = layer ? epmoei_layer_config_check(config, &checked)
                                   : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a layer");
+    if (status == EPMOE_OK && comm->backend == EPMOE_BACKEND_CUDA) status = check_cuda(&checked);
     status = agree(comm, status, &checked);
     if (status != EPMOE_OK) goto fail;
 
@@ -104,7 +128,7 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
 
 fail:
     if (layer) {
-        epmoei_free(layer->workspace_memory);
+        epmoei_memory_free(layer->backend, layer->workspace_memory);
         epmoei_free(layer);
     }
     epmoe_comm_destroy(own_comm);
@@ -115,14 +139,8 @@ void epmoe_layer_destroy(epmoe_layer_t *layer)
 {
     if (!layer) return;
     epmoe_ep_destroy(layer->ep);
-    epmoei_free(layer->weights_memory);
-    epmoei_free(layer->workspace_memory);
+    epmoei_memory_free(layer->backend, layer->weights_memory);
+    epmoei_memory_free(layer->backend, layer->workspace_memory);
     epmoe_comm_destroy(layer->own_comm);
     epmoei_free(layer);
-}
-
-const char *epmoe_stage_string(epmoe_stage_t stage)
-{
-    static const char *const names[] = {"router", "align", "dispatch", "gemm1", "act", "gemm2", "combine", "shared"};
-    return (int32_t)stage >= 0 && stage < EPMOE_STAGE_COUNT ? names[stage] : "none";
 }

@@ -30,13 +30,12 @@ typedef struct epmoei_packed_weights_t {
 
 /* What forward needs besides its arguments. */
 typedef struct epmoei_layer_workspace_t {
-    float *logits;           /* [max_tokens,E] */
-    int32_t *ids;            /* [max_tokens,k] */
-    float *weights;          /* [max_tokens,k] */
-    float *shared;           /* [max_tokens,d]: the shared expert's output */
-    void *shared_h;          /* [max_tokens,fs] of dtype */
-    float *shared_gate;      /* [max_tokens] logits, then sigmoids */
-    int32_t *shared_offsets; /* [2] = {0, T}: every dense product is a grouped one with one group */
+    float *logits;      /* [max_tokens,E] */
+    int32_t *ids;       /* [max_tokens,k] */
+    float *weights;     /* [max_tokens,k] */
+    float *shared;      /* [max_tokens,d]: the shared expert's output */
+    void *shared_h;     /* [max_tokens,fs] of dtype */
+    float *shared_gate; /* [max_tokens]: sigmoids */
     void *experts_workspace;
     int64_t experts_bytes;
     void *gemm_workspace; /* of the router's and the shared expert's products */

@@ -1,26 +1,18 @@
 #include "moe/layer.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
-#include "kernels/activation.h"
 #include "moe/experts.h"
 
 #include <string.h>
 
 typedef struct forward_t {
     epmoe_layer_t *layer;
-    epmoe_forward_args_t args; /* num_tokens is the actual T */
+    epmoe_forward_args_t args; /* on the CPU num_tokens is the actual T and num_tokens_dev NULL */
     epmoe_stream_t stream;
-    double stage_us[EPMOE_STAGE_COUNT];
-    double time; /* start of the running stage */
+    epmoei_stages_t stages;
 } forward_t;
-
-static void end_stage(forward_t *forward, epmoe_stage_t stage)
-{
-    double now = epmoei_now_seconds();
-    forward->stage_us[stage] += 1e6 * (now - forward->time);
-    forward->time = now;
-}
 
 static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t *args)
 {
@@ -31,13 +23,18 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
     if (own->num_tokens < 0 || own->num_tokens > max_tokens)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_tokens is %d: expected 0..%d (max_tokens)",
                            own->num_tokens, max_tokens);
-    if (own->num_tokens_dev) {
+    if (own->num_tokens_dev && layer->backend == EPMOE_BACKEND_CPU) {
         int32_t actual = *own->num_tokens_dev;
         if (actual < 0 || actual > own->num_tokens)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "*num_tokens_dev is %d: expected 0..%d (num_tokens)",
                                actual, own->num_tokens);
         own->num_tokens = actual;
+        own->num_tokens_dev = NULL;
     }
+    if (own->stage_us && layer->backend != EPMOE_BACKEND_CPU)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "stage_us is given: on CUDA stages are timed by stage_events");
+    if (own->stage_events && layer->backend != EPMOE_BACKEND_CUDA)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "stage_events is given: on the CPU stages are timed by stage_us");
     if (!layer->has_weights) return epmoei_fail(EPMOE_ERROR_BAD_STATE, "the layer has no weights: set or load them");
     if (own->num_tokens && (!own->x || !own->y))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", own->x ? "y" : "x",
@@ -56,7 +53,7 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     gemm.n = n;
     gemm.k = k;
     gemm.max_rows = forward->args.num_tokens;
-    gemm.expert_offsets = workspace->shared_offsets;
+    gemm.num_rows_dev = forward->args.num_tokens_dev;
     gemm.x_dtype = forward->layer->config.dtype;
     gemm.x = x;
     gemm.weight.format = format;
@@ -101,6 +98,7 @@ static epmoe_status_t route(forward_t *forward)
     topk.group_score = config->group_score;
     topk.ids = workspace->ids;
     topk.weights = workspace->weights;
+    topk.num_tokens_dev = args->num_tokens_dev;
     return epmoe_topk(&topk, forward->stream);
 }
 
@@ -119,8 +117,8 @@ static epmoe_status_t run_shared(forward_t *forward)
             dense_gemm(forward, 1, config->hidden, forward->args.x, epmoei_format_of_dtype(weights->formats.router),
                        weights->shared_gate, EPMOE_F32, workspace->shared_gate);
         gate.batch_invariant = 1;
+        gate.activation = EPMOE_ACTIVATION_SIGMOID;
         EPMOEI_CHECK(epmoe_grouped_gemm(&gate, forward->stream));
-        for (int32_t t = 0; t < tokens; t++) workspace->shared_gate[t] = epmoei_sigmoid(workspace->shared_gate[t]);
     }
     epmoe_grouped_gemm_args_t gemm1 =
         dense_gemm(forward, 2 * config->shared_intermediate, config->hidden, forward->args.x,
@@ -185,6 +183,7 @@ static epmoe_status_t finish_dense(const forward_t *forward)
     sum.y = forward->layer->workspace.shared;
     sum.residual = forward->args.residual;
     sum.out = forward->args.y;
+    sum.num_tokens_dev = forward->args.num_tokens_dev;
     return epmoe_sum(&sum, forward->stream);
 }
 
@@ -195,19 +194,22 @@ static epmoe_status_t run_local(forward_t *forward)
     const epmoe_forward_args_t *args = &forward->args;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
     EPMOEI_CHECK(route(forward));
-    end_stage(forward, EPMOE_STAGE_ROUTER);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
     EPMOEI_CHECK(run_shared(forward));
-    end_stage(forward, EPMOE_STAGE_SHARED);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
     epmoe_experts_args_t experts = experts_args(layer, args->num_tokens, args->x, workspace->ids, workspace->weights,
                                                 layer->config.dtype, args->y);
     experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
     experts.residual = args->residual;
-    return epmoei_experts_run(&experts, forward->stream, forward->stage_us);
+    experts.num_tokens_dev = args->num_tokens_dev;
+    return epmoei_experts_run(&experts, forward->stream, &forward->stages);
 }
 
-static void copy_out(void *to, const void *from, int64_t bytes)
+static epmoe_status_t copy_out(const forward_t *forward, void *to, const void *from, int64_t row_elements)
 {
-    if (to && bytes) memcpy(to, from, (size_t)bytes);
+    if (!to) return EPMOE_OK;
+    return epmoei_memory_copy(forward->layer->backend, to, from, forward->args.num_tokens * row_elements * 4,
+                              forward->stream);
 }
 
 /* Several ranks. `local` is this rank's status so far: it goes to all ranks with the dispatch, so that an error of
@@ -217,7 +219,7 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
     if (local == EPMOE_OK) local = route(forward);
-    end_stage(forward, EPMOE_STAGE_ROUTER);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
 
     epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
     dispatch.num_tokens = args->num_tokens;
@@ -225,45 +227,44 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     dispatch.ids = layer->workspace.ids;
     dispatch.weights = layer->workspace.weights;
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
-    end_stage(forward, EPMOE_STAGE_DISPATCH);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     local = run_shared(forward); /* while the rows travel */
-    end_stage(forward, EPMOE_STAGE_SHARED);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
 
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
     EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows, forward->stream));
-    end_stage(forward, EPMOE_STAGE_DISPATCH);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     if (local == EPMOE_OK && layer->local_experts) {
-        epmoe_experts_args_t experts = experts_args(layer, *rows.num_rows, rows.x, rows.ids, rows.weights,
-                                                    epmoe_ep_partial_dtype(layer->ep), rows.y);
-        local = epmoei_experts_run(&experts, forward->stream, forward->stage_us);
+        epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
+                                                    rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
+        local = epmoei_experts_run(&experts, forward->stream, &forward->stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
     if (local != EPMOE_OK)
-        memset(rows.y, 0xFF,
-               (size_t)((int64_t)*rows.num_rows * layer->config.hidden *
-                        epmoe_dtype_size(epmoe_ep_partial_dtype(layer->ep))));
-    forward->time = epmoei_now_seconds();
+        epmoei_memory_set(layer->backend, rows.y, 0xFF,
+                          (int64_t)rows.max_rows * layer->config.hidden *
+                              epmoe_dtype_size(epmoe_ep_partial_dtype(layer->ep)),
+                          forward->stream);
+    epmoei_stages_skip(&forward->stages);
 
     epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
     combine.shared = layer->config.shared_intermediate ? layer->workspace.shared : NULL;
     combine.residual = args->residual;
     combine.y = args->y;
     epmoe_status_t status = epmoe_combine(layer->ep, &combine, forward->stream);
-    end_stage(forward, EPMOE_STAGE_COMBINE);
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_COMBINE));
     return local != EPMOE_OK ? local : status;
 }
 
 epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args, epmoe_stream_t stream)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
-    forward_t forward = {.layer = layer, .stream = stream, .time = epmoei_now_seconds()};
+    forward_t forward = {.layer = layer, .stream = stream};
     epmoe_status_t status = check_args(&forward, args);
     if (status != EPMOE_OK) forward.args.num_tokens = 0;
-    int64_t tokens = forward.args.num_tokens;
-    layer->workspace.shared_offsets[0] = 0;
-    layer->workspace.shared_offsets[1] = (int32_t)tokens;
+    if (status == EPMOE_OK) status = epmoei_stages_begin(&forward.stages, stream, forward.args.stage_events);
 
     if (layer->ep) {
         status = run_routed(&forward, status);
@@ -271,17 +272,17 @@ epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forwar
         if (status == EPMOE_OK) status = run_local(&forward);
     } else {
         if (status == EPMOE_OK) status = run_shared(&forward);
-        end_stage(&forward, EPMOE_STAGE_SHARED);
+        if (status == EPMOE_OK) status = epmoei_stages_end(&forward.stages, EPMOE_STAGE_SHARED);
         if (status == EPMOE_OK) status = finish_dense(&forward);
-        end_stage(&forward, EPMOE_STAGE_COMBINE);
+        if (status == EPMOE_OK) status = epmoei_stages_end(&forward.stages, EPMOE_STAGE_COMBINE);
     }
     if (status != EPMOE_OK) return status;
 
     const epmoe_layer_config_t *config = &layer->config;
-    copy_out(forward.args.logits_out, layer->workspace.logits, tokens * config->num_experts * 4);
-    copy_out(forward.args.ids_out, layer->workspace.ids, tokens * config->top_k * 4);
-    copy_out(forward.args.weights_out, layer->workspace.weights, tokens * config->top_k * 4);
-    copy_out(forward.args.stage_us, forward.stage_us, (int64_t)sizeof forward.stage_us);
+    EPMOEI_CHECK(copy_out(&forward, forward.args.logits_out, layer->workspace.logits, config->num_experts));
+    EPMOEI_CHECK(copy_out(&forward, forward.args.ids_out, layer->workspace.ids, config->top_k));
+    EPMOEI_CHECK(copy_out(&forward, forward.args.weights_out, layer->workspace.weights, config->top_k));
+    if (forward.args.stage_us) memcpy(forward.args.stage_us, forward.stages.us, sizeof forward.stages.us);
     return EPMOE_OK;
 }
 

@@ -89,7 +89,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         {config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE},
         {2 * config->shared_intermediate, config->hidden, config->activation},
         {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE},
-        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_NONE},
+        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID},
     };
     *bytes = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -146,7 +146,6 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
     workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
-    workspace.shared_offsets = epmoei_carve(&arena, 2 * 4);
     workspace.experts_workspace = epmoei_carve(&arena, workspace.experts_bytes);
     workspace.gemm_workspace = epmoei_carve(&arena, workspace.gemm_bytes);
     workspace.bytes = arena.used;

@@ -1,38 +1,10 @@
 #include "moe/layer_weights.h"
 
 #include "base/dtype.h"
+#include "moe/weight_writer.h"
 
 #include <stdio.h>
 #include <string.h>
-
-enum { kCopyBlock = 64 };
-
-/* dst[r*dst_cols + c] = view(r,c) in dst_dtype. Transposed storage is read in blocks, so that each line of the source
- * is fetched once. */
-static void copy_view(void *dst, epmoe_dtype_t dst_dtype, const epmoei_view_t *view)
-{
-    int64_t dst_size = epmoe_dtype_size(dst_dtype), src_size = epmoe_dtype_size(view->dtype);
-    if (view->col_stride == 1) {
-#pragma omp parallel for schedule(static)
-        for (int64_t r = 0; r < view->rows; r++) {
-            char *to = (char *)dst + r * view->cols * dst_size;
-            const char *from = (const char *)view->data + r * view->row_stride * src_size;
-            if (dst_dtype == view->dtype)
-                memcpy(to, from, (size_t)(view->cols * dst_size));
-            else /* a source of mixed types is widened */
-                for (int64_t c = 0; c < view->cols; c++)
-                    epmoei_store(to, dst_dtype, c, epmoei_load(from, view->dtype, c));
-        }
-        return;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t r0 = 0; r0 < view->rows; r0 += kCopyBlock)
-        for (int64_t c0 = 0; c0 < view->cols; c0 += kCopyBlock)
-            for (int64_t c = c0; c < epmoei_min64(c0 + kCopyBlock, view->cols); c++)
-                for (int64_t r = r0; r < epmoei_min64(r0 + kCopyBlock, view->rows); r++)
-                    epmoei_store(dst, dst_dtype, r * view->cols + c,
-                                 epmoei_load(view->data, view->dtype, r * view->row_stride + c * view->col_stride));
-}
 
 static epmoe_status_t check_view(const epmoei_view_t *view, const char *what, int64_t rows, int64_t cols)
 {
@@ -74,6 +46,22 @@ static epmoe_format_t merge_format(epmoe_format_t so_far, epmoe_dtype_t dtype)
     return so_far == EPMOE_FORMAT_NONE || so_far == format ? format : EPMOE_FORMAT_F32;
 }
 
+/* Tensor cores multiply two matrices of one type: weights take the activations'. A router in fp32 keeps logits exact
+ * that 16 bits would not, so it is refused rather than rounded. */
+static epmoe_status_t fit_cuda_formats(const epmoe_layer_t *layer, epmoei_layer_formats_t *formats)
+{
+    epmoe_format_t format = epmoei_format_of_dtype(layer->config.dtype);
+    epmoe_format_t *const matrices[] = {&formats->gate_up, &formats->down, &formats->shared_gate_up,
+                                        &formats->shared_down};
+    for (size_t i = 0; i < sizeof matrices / sizeof matrices[0]; i++)
+        if (*matrices[i] != EPMOE_FORMAT_NONE) *matrices[i] = format;
+    bool has_router = layer->config.num_experts > 0 || layer->config.shared_gated;
+    if (has_router && formats->router == EPMOE_F32)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "the router is f32: on CUDA it must be bf16 or fp16");
+    formats->router = layer->config.dtype;
+    return EPMOE_OK;
+}
+
 /* Looks at every view before anything is copied. */
 static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weights_source_t *source,
                                    const epmoei_layer_source_t *common, epmoei_layer_formats_t *formats)
@@ -112,12 +100,12 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
             merge_format(config->num_experts ? epmoei_format_of_dtype(formats->router) : EPMOE_FORMAT_NONE,
                          common->shared_gate.dtype));
     }
-    return EPMOE_OK;
+    return layer->backend == EPMOE_BACKEND_CUDA ? fit_cuda_formats(layer, formats) : EPMOE_OK;
 }
 
 void epmoei_layer_drop_weights(epmoe_layer_t *layer)
 {
-    epmoei_free(layer->weights_memory);
+    epmoei_memory_free(layer->backend, layer->weights_memory);
     layer->weights_memory = NULL;
     memset(&layer->weights, 0, sizeof layer->weights);
     layer->has_weights = false;
@@ -127,7 +115,7 @@ epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_laye
 {
     epmoei_layer_drop_weights(layer);
     int64_t bytes = epmoei_layer_weights_layout(NULL, &layer->config, layer->local_experts, formats, &layer->weights);
-    EPMOEI_CHECK(epmoei_alloc_for(&layer->weights_memory, bytes, "this rank's weights"));
+    EPMOEI_CHECK(epmoei_memory_alloc(layer->backend, &layer->weights_memory, bytes, "this rank's weights"));
     epmoei_layer_weights_layout(layer->weights_memory, &layer->config, layer->local_experts, formats, &layer->weights);
     return EPMOE_OK;
 }
@@ -137,21 +125,93 @@ char *epmoei_weight_element(void *base, epmoe_format_t format, int64_t index)
     return base ? (char *)base + index * epmoe_dtype_size(epmoei_dtype_of_format(format)) : NULL;
 }
 
-/* Gate rows, then up rows, then the down matrix of one expert. */
-static void pack_expert(void *gate_up, epmoe_format_t gate_up_format, void *down, epmoe_format_t down_format,
-                        const epmoei_expert_source_t *expert)
+void epmoei_packed_rows(const epmoe_layer_t *layer, int64_t f, bool up, int64_t *first_row, int64_t *row_step)
 {
-    int64_t gate_elements = expert->gate.rows * expert->gate.cols;
-    copy_view(gate_up, epmoei_dtype_of_format(gate_up_format), &expert->gate);
-    copy_view(epmoei_weight_element(gate_up, gate_up_format, gate_elements), epmoei_dtype_of_format(gate_up_format),
-              &expert->up);
-    copy_view(down, epmoei_dtype_of_format(down_format), &expert->down);
+    bool interleaved = layer->backend == EPMOE_BACKEND_CUDA;
+    *first_row = !up ? 0 : interleaved ? 1 : f;
+    *row_step = interleaved ? 2 : 1;
+}
+
+/* Rows of gate and up of one expert, whatever they are rows of: weights (cols = d) or single biases (cols = 1). */
+static epmoe_status_t put_gate_up(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, void *dst, epmoe_dtype_t dtype,
+                                  const epmoei_view_t *gate, const epmoei_view_t *up)
+{
+    const epmoei_view_t *const views[] = {gate, up};
+    for (int half = 0; half < 2; half++) {
+        int64_t first_row, row_step;
+        epmoei_packed_rows(layer, gate->rows, half == 1, &first_row, &row_step);
+        EPMOEI_CHECK(epmoei_writer_put(writer, views[half], dst, dtype, first_row, row_step));
+    }
+    return EPMOE_OK;
+}
+
+/* A bias [1,n] as n rows of one column. */
+static epmoei_view_t as_column(epmoei_view_t bias)
+{
+    return (epmoei_view_t){bias.data, bias.dtype, bias.cols, 1, bias.col_stride, 1};
+}
+
+static epmoe_status_t put_expert(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, void *gate_up,
+                                 epmoe_format_t gate_up_format, void *down, epmoe_format_t down_format,
+                                 const epmoei_expert_source_t *expert)
+{
+    EPMOEI_CHECK(
+        put_gate_up(layer, writer, gate_up, epmoei_dtype_of_format(gate_up_format), &expert->gate, &expert->up));
+    return epmoei_writer_put(writer, &expert->down, down, epmoei_dtype_of_format(down_format), 0, 1);
+}
+
+static epmoe_status_t put_common(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
+                                 const epmoei_layer_source_t *common)
+{
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    const epmoei_layer_formats_t *formats = &weights->formats;
+    EPMOEI_CHECK(epmoei_writer_put(writer, &common->router, weights->router, formats->router, 0, 1));
+    EPMOEI_CHECK(epmoei_writer_put(writer, &common->router_bias, weights->router_bias, EPMOE_F32, 0, 1));
+    EPMOEI_CHECK(epmoei_writer_put(writer, &common->selection_bias, weights->selection_bias, EPMOE_F32, 0, 1));
+    EPMOEI_CHECK(epmoei_writer_put(writer, &common->shared_gate, weights->shared_gate, formats->router, 0, 1));
+    return put_expert(layer, writer, weights->shared_gate_up, formats->shared_gate_up, weights->shared_down,
+                      formats->shared_down, &common->shared);
+}
+
+static epmoe_status_t put_routed(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, int32_t e,
+                                 const epmoei_expert_source_t *expert)
+{
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    const epmoei_layer_formats_t *formats = &weights->formats;
+    int64_t d = layer->config.hidden, f = layer->config.intermediate;
+    EPMOEI_CHECK(put_expert(layer, writer, epmoei_weight_element(weights->gate_up, formats->gate_up, e * 2 * f * d),
+                            formats->gate_up, epmoei_weight_element(weights->down, formats->down, e * d * f),
+                            formats->down, expert));
+    if (!weights->gate_up_bias) return EPMOE_OK;
+    epmoei_view_t gate = as_column(expert->gate_bias), up = as_column(expert->up_bias);
+    EPMOEI_CHECK(put_gate_up(layer, writer, weights->gate_up_bias + e * 2 * f, EPMOE_F32, &gate, &up));
+    return epmoei_writer_put(writer, &expert->down_bias, weights->down_bias + e * d, EPMOE_F32, 0, 1);
+}
+
+static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
+                              const epmoei_weights_source_t *source, const epmoei_layer_source_t *common,
+                              const epmoei_layer_formats_t *formats)
+{
+    EPMOEI_CHECK(put_common(layer, writer, common));
+    int64_t matrix = (int64_t)layer->config.hidden * layer->config.intermediate;
+    int64_t expert_bytes = matrix * (2 * epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)) +
+                                     epmoe_dtype_size(epmoei_dtype_of_format(formats->down)));
+    for (int32_t e = 0; e < layer->local_experts; e++) {
+        epmoei_expert_source_t expert;
+        EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
+        EPMOEI_CHECK(put_routed(layer, writer, e, &expert));
+        const epmoe_load_options_t *options = source->options;
+        if (!options || !options->progress) continue;
+        EPMOEI_CHECK(epmoei_writer_wait(writer));
+        if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
+            return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
+    }
+    return epmoei_writer_wait(writer);
 }
 
 epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_weights_source_t *source,
                                           bool borrow_matrices)
 {
-    const epmoe_layer_config_t *config = &layer->config;
     epmoei_layer_source_t common;
     epmoei_layer_formats_t formats;
     EPMOEI_CHECK(source->layer(source->ctx, &common));
@@ -160,34 +220,13 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
     if (borrow_matrices) copied.gate_up = copied.down = copied.shared_gate_up = copied.shared_down = EPMOE_FORMAT_NONE;
     EPMOEI_CHECK(epmoei_layer_make_weights(layer, &copied));
 
-    epmoei_packed_weights_t *weights = &layer->weights;
-    if (weights->router) copy_view(weights->router, formats.router, &common.router);
-    if (weights->router_bias) copy_view(weights->router_bias, EPMOE_F32, &common.router_bias);
-    if (weights->selection_bias) copy_view(weights->selection_bias, EPMOE_F32, &common.selection_bias);
-    if (weights->shared_gate) copy_view(weights->shared_gate, formats.router, &common.shared_gate);
-    if (weights->shared_gate_up)
-        pack_expert(weights->shared_gate_up, formats.shared_gate_up, weights->shared_down, formats.shared_down,
-                    &common.shared);
-
-    int64_t d = config->hidden, f = config->intermediate;
-    int64_t expert_bytes = 2 * f * d * epmoe_dtype_size(epmoei_dtype_of_format(formats.gate_up)) +
-                           d * f * epmoe_dtype_size(epmoei_dtype_of_format(formats.down));
-    for (int32_t e = 0; e < layer->local_experts; e++) {
-        epmoei_expert_source_t expert;
-        EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
-        if (!borrow_matrices)
-            pack_expert(epmoei_weight_element(weights->gate_up, formats.gate_up, e * 2 * f * d), formats.gate_up,
-                        epmoei_weight_element(weights->down, formats.down, e * d * f), formats.down, &expert);
-        if (weights->gate_up_bias) {
-            copy_view(weights->gate_up_bias + e * 2 * f, EPMOE_F32, &expert.gate_bias);
-            copy_view(weights->gate_up_bias + e * 2 * f + f, EPMOE_F32, &expert.up_bias);
-            copy_view(weights->down_bias + e * d, EPMOE_F32, &expert.down_bias);
-        }
-        const epmoe_load_options_t *options = source->options;
-        if (options && options->progress &&
-            options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
-            return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
-    }
-    layer->has_weights = true;
-    return EPMOE_OK;
+    epmoei_weight_writer_t writer;
+    EPMOEI_CHECK(epmoei_writer_open(&writer, layer->backend));
+    epmoe_status_t status = put_all(layer, &writer, source, &common, &formats);
+    /* Nothing may be under way when the staging buffer and the sources go. */
+    epmoe_status_t last = epmoei_writer_wait(&writer);
+    epmoei_writer_close(&writer);
+    if (status == EPMOE_OK) status = last;
+    layer->has_weights = status == EPMOE_OK;
+    return status;
 }

@@ -23,4 +23,8 @@ void epmoei_layer_drop_weights(epmoe_layer_t *layer);
 /* Address of an element of a packed matrix; NULL stays NULL. */
 char *epmoei_weight_element(void *base, epmoe_format_t format, int64_t index);
 
+/* Where gate or up row 0 of an expert lies in its packed [2f,d], and the rows to the next: on the CPU all gate rows
+ * come first; on CUDA they alternate, so that one thread's accumulators hold both. */
+void epmoei_packed_rows(const epmoe_layer_t *layer, int64_t f, bool up, int64_t *first_row, int64_t *row_step);
+
 #endif

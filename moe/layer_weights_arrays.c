@@ -1,5 +1,6 @@
 #include "moe/layer_weights.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 
 #include <string.h>
@@ -72,6 +73,32 @@ static epmoe_status_t check_format(const char *name, const epmoe_weight_t *weigh
                        (int)weight->format);
 }
 
+/* Borrowed matrices are computed on as they are. */
+static epmoe_status_t check_borrowed(const epmoe_layer_t *layer, const epmoe_layer_weights_t *weights)
+{
+    if (layer->backend != EPMOE_BACKEND_CUDA) return EPMOE_OK;
+    const struct {
+        const char *name;
+        const epmoe_weight_t *weight;
+    } borrowed[] = {{"gate_up", &weights->gate_up},
+                    {"down", &weights->down},
+                    {"shared_gate_up", &weights->shared_gate_up},
+                    {"shared_down", &weights->shared_down}};
+    for (size_t i = 0; i < sizeof borrowed / sizeof borrowed[0]; i++) {
+        const void *data = borrowed[i].weight->data;
+        if (!data) continue;
+        if (!epmoei_memory_is_device(data) || (uintptr_t)data % 16)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                               "weights.%s.data is %p: borrowed on CUDA it must be device memory aligned to 16 bytes",
+                               borrowed[i].name, data);
+        if (borrowed[i].weight->format != epmoei_format_of_dtype(layer->config.dtype))
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weights.%s.format is %s: borrowed on CUDA it must be %s",
+                               borrowed[i].name, epmoe_format_string(borrowed[i].weight->format),
+                               epmoe_dtype_string(layer->config.dtype));
+    }
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
@@ -88,6 +115,9 @@ epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_w
     EPMOEI_CHECK(check_format("weights.shared_down", &own->shared_down, shared));
 
     bool borrow = own->layout == EPMOE_LAYOUT_PACKED;
+    if (borrow) EPMOEI_CHECK(check_borrowed(layer, own));
+    /* What packed means for the rows that are copied all the same: the biases. */
+    if (borrow) own->layout = layer->backend == EPMOE_BACKEND_CUDA ? EPMOE_LAYOUT_INTERLEAVED : EPMOE_LAYOUT_GATE_FIRST;
     const epmoei_weights_source_t source = {arrays_layer, arrays_expert, &arrays, NULL};
     epmoe_status_t status = epmoei_layer_build_weights(layer, &source, borrow);
     if (status != EPMOE_OK) return status;

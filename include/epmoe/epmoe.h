@@ -167,6 +167,7 @@ typedef enum epmoe_activation_t {
     EPMOE_ACTIVATION_GELU_TANH = 2,
     EPMOE_ACTIVATION_SWIGLU_OAI = 3, /* alpha default 1.702, limit default 7 */
     EPMOE_ACTIVATION_NONE = 4,       /* grouped GEMM only: y = x w^T (+ bias) */
+    EPMOE_ACTIVATION_SIGMOID = 5,    /* grouped GEMM only: y = sigmoid(x w^T (+ bias)), N outputs */
 } epmoe_activation_t;
 
 /* How expert weights are stored; the tensors of each are those of the file formats of the same name. */
@@ -324,7 +325,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  *     acc   = sum over K of x[s / x_row_divisor, :] * w[e, n, :]   (fp32)
  *     acc  *= row_weights[s] if weight_on_input
  *     acc  += bias[e, n]
- *     out   = activation NONE: acc[n];  otherwise act(acc[gate i], acc[up i]) for i < N/2
+ *     out   = NONE: acc[n];  SIGMOID: sigmoid(acc[n]);  otherwise act(acc[gate i], acc[up i]) for i < N/2
  *     out  *= row_weights[s] unless weight_on_input
  *     y[s, :] = round(out, y_dtype)
  * Rows of y that no r reaches are not written. N counts gate and up rows together (2f) when an activation is given.
@@ -341,7 +342,7 @@ typedef struct epmoe_grouped_gemm_args_t {
     int32_t n;                     /* N: rows of w */
     int32_t k;                     /* K: columns of w and of x */
     int32_t max_rows;              /* bound of expert_offsets[E] */
-    const int32_t *expert_offsets; /* [E+1] */
+    const int32_t *expert_offsets; /* [E+1]; NULL with E = 1: all rows are its */
     const int32_t *row_index;      /* [max_rows] or NULL */
     int32_t num_slots;             /* rows of y; row indices >= this are padding; 0 = max_rows */
     int32_t x_row_divisor;         /* top_k when x has a row per token; 0 = 1 */
@@ -359,7 +360,9 @@ typedef struct epmoe_grouped_gemm_args_t {
     epmoe_dtype_t y_dtype;
     void *y; /* out [num_slots, N or N/2] */
     void *workspace;
-    int64_t workspace_bytes; /* at least epmoe_grouped_gemm_workspace_size */
+    int64_t workspace_bytes;     /* at least epmoe_grouped_gemm_workspace_size */
+    const int32_t *num_rows_dev; /* with expert_offsets NULL and one expert: the actual rows, at most max_rows; same
+                                    memory as the tensors; NULL = max_rows */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -769,6 +772,9 @@ typedef struct epmoe_forward_args_t {
     int32_t *ids_out;              /* optional [T,k] */
     float *weights_out;            /* optional [T,k] */
     double *stage_us;              /* optional host [EPMOE_STAGE_COUNT]: time of each stage; CPU backend only */
+    void *const *stage_events; /* optional host [EPMOE_STAGE_COUNT + 1] cudaEvent_t (entries may be NULL), CUDA only:
+                                  entry s is recorded where stage s ends, the last entry where forward begins; also
+                                  inside a captured graph */
 } epmoe_forward_args_t;
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 

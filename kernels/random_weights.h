@@ -6,6 +6,10 @@
 
 #include "base/base.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum epmoei_random_tensor_t {
     EPMOEI_RANDOM_ROUTER = 0,         /* [E,d], scale 1/sqrt(d) */
     EPMOEI_RANDOM_ROUTER_BIAS = 1,    /* [E], scale 0.1 */
@@ -29,5 +33,17 @@ float epmoei_random_scale(epmoei_random_tensor_t tensor, int64_t columns);
  * global id, 0 for tensors that are not an expert's. */
 void epmoei_random_fill(void *dst, epmoe_dtype_t dtype, uint64_t seed, epmoei_random_tensor_t tensor, int32_t expert,
                         int64_t first, int64_t count, float scale);
+/* The whole tensor [rows,cols] into rows first_row, first_row + row_step, ... of dst, in device memory: equal bits. */
+epmoe_status_t epmoei_random_fill_sm80(void *dst, epmoe_dtype_t dtype, uint64_t seed, epmoei_random_tensor_t tensor,
+                                       int32_t expert, int64_t rows, int64_t cols, int64_t first_row, int64_t row_step,
+                                       float scale, epmoe_stream_t stream);
+
+/* What a generator needs: element i is round(epmoei_bell(i, key) * unit). */
+uint64_t epmoei_random_key(uint64_t seed, epmoei_random_tensor_t tensor, int32_t expert);
+float epmoei_random_unit(float scale);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -1,0 +1,122 @@
+#include "kernels/row_sum_cuda.h"
+#include "kernels/rows_cuda.cuh"
+#include "kernels/sum.h"
+
+/* Elements of one thread where everything is aligned, and slots whose rows it loads before it adds the first. */
+static const int kRun = 8;
+static const int kSlotsInFlight = 4;
+
+/* acc += weight * value, rounded twice as on the CPU, which forms no FMAs: memory bounds this kernel, and so both
+ * backends give the same bits. */
+template <int kCount>
+__device__ __forceinline__ void add_run(float (&acc)[kCount], const float (&values)[kCount], float weight)
+{
+#pragma unroll
+    for (int i = 0; i < kCount; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(weight, values[i]));
+}
+
+/* The row of a slot of which select says `selected`, or -1. */
+__device__ __forceinline__ int64_t slot_row(const epmoei_row_sum_t &sum, int64_t slot, int32_t selected, bool counts)
+{
+    if (selected >= 0 && selected < sum.bound) return sum.gather ? selected : slot;
+    if (selected != -1 && counts && sum.error_word) atomicAdd(sum.error_word, 1);
+    return -1;
+}
+
+template <typename Y, typename Out, int kCount>
+static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t sum)
+{
+    int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
+    if (col >= sum.hidden) return;
+    int32_t num_tokens = epmoei_device_tokens(sum.num_tokens_dev, sum.num_tokens);
+    for (int64_t token = blockIdx.y; token < num_tokens; token += gridDim.y) {
+        float acc[kCount] = {};
+        for (int32_t first = 0; first < sum.top_k; first += kSlotsInFlight) {
+            float values[kSlotsInFlight][kCount], weights[kSlotsInFlight];
+            int32_t selected[kSlotsInFlight];
+            int64_t rows[kSlotsInFlight], slot = token * sum.top_k + first;
+#pragma unroll
+            for (int i = 0; i < kSlotsInFlight; i++)
+                selected[i] = first + i >= sum.top_k ? -1 : sum.select ? sum.select[slot + i] : 0;
+#pragma unroll
+            for (int i = 0; i < kSlotsInFlight; i++) {
+                rows[i] = slot_row(sum, slot + i, selected[i], col == 0);
+                if (rows[i] < 0) continue;
+                weights[i] = sum.weights ? sum.weights[slot + i] : 1.0f;
+                epmoei_load_run(values[i], (const Y *)sum.y + rows[i] * sum.hidden + col);
+            }
+#pragma unroll
+            for (int i = 0; i < kSlotsInFlight; i++)
+                if (rows[i] >= 0) add_run(acc, values[i], weights[i]);
+        }
+        int64_t at = token * sum.hidden + col;
+        float more[kCount];
+        if (sum.addend) {
+            epmoei_load_run(more, sum.addend + at);
+            add_run(acc, more, 1.0f);
+        }
+        if (sum.residual) {
+            epmoei_load_run(more, (const Out *)sum.residual + at);
+            add_run(acc, more, 1.0f);
+        }
+        epmoei_store_run((Out *)sum.out + at, acc);
+    }
+}
+
+template <typename Y, typename Out>
+static epmoe_status_t launch(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream)
+{
+    bool aligned = sum->hidden % kRun == 0;
+    epmoei_row_grid_t grid = epmoei_row_grid(sum->num_tokens, aligned ? sum->hidden / kRun : sum->hidden);
+    if (aligned)
+        row_sum_kernel<Y, Out, kRun><<<grid.blocks, grid.threads, 0, stream>>>(*sum);
+    else
+        row_sum_kernel<Y, Out, 1><<<grid.blocks, grid.threads, 0, stream>>>(*sum);
+    return EPMOEI_LAUNCH_CHECK(op);
+}
+
+template <typename Y>
+static epmoe_status_t launch_to(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream)
+{
+    switch (sum->out_dtype) {
+    case EPMOE_BF16: return launch<Y, __nv_bfloat16>(sum, op, stream);
+    case EPMOE_F16: return launch<Y, __half>(sum, op, stream);
+    default: return launch<Y, float>(sum, op, stream);
+    }
+}
+
+extern "C" epmoe_status_t epmoei_row_sum_sm80(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream)
+{
+    switch (sum->y_dtype) {
+    case EPMOE_BF16: return launch_to<__nv_bfloat16>(sum, op, stream);
+    case EPMOE_F16: return launch_to<__half>(sum, op, stream);
+    default: return launch_to<float>(sum, op, stream);
+    }
+}
+
+extern "C" epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream)
+{
+    EPMOEI_CHECK_ALIGNED(args->y, 16);
+    EPMOEI_CHECK_ALIGNED(args->out, 16);
+    EPMOEI_CHECK_ALIGNED(args->addend, 16);
+    EPMOEI_CHECK_ALIGNED(args->residual, 16);
+    EPMOEI_CHECK_ALIGNED(args->weights, 4);
+    EPMOEI_CHECK_ALIGNED(args->ids, 4);
+    EPMOEI_CHECK_ALIGNED(args->num_tokens_dev, 4);
+    epmoei_row_sum_t sum = {};
+    sum.y = args->y;
+    sum.select = args->ids;
+    sum.weights = args->weights;
+    sum.addend = args->addend;
+    sum.residual = args->residual;
+    sum.out = args->out;
+    sum.num_tokens_dev = args->num_tokens_dev;
+    sum.error_word = epmoei_error_word();
+    sum.bound = INT32_MAX;
+    sum.num_tokens = args->num_tokens;
+    sum.top_k = args->top_k;
+    sum.hidden = args->hidden;
+    sum.y_dtype = args->y_dtype;
+    sum.out_dtype = args->out_dtype;
+    return epmoei_row_sum_sm80(&sum, "epmoe_sum", stream);
+}
