@@ -242,10 +242,14 @@ static volatile int32_t *find_error_word(void)
 
 int32_t *epmoei_error_word(void) { return (int32_t *)(uintptr_t)find_error_word(); }
 
+static _Thread_local int32_t holds;
+
+void epmoei_error_word_hold(int32_t change) { holds += change; }
+
 epmoe_status_t epmoei_error_word_check(void)
 {
     volatile int32_t *word = find_error_word();
-    if (!word || *word == 0) return EPMOE_OK;
+    if (!word || *word == 0 || holds) return EPMOE_OK;
     int32_t count = __atomic_exchange_n((int32_t *)(uintptr_t)word, 0, __ATOMIC_RELAXED);
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                        "%d ids or positions of earlier calls on this device were out of range and were skipped", count);
@@ -359,5 +363,6 @@ epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
 
 int32_t *epmoei_error_word(void) { return NULL; }
 epmoe_status_t epmoei_error_word_check(void) { return EPMOE_OK; }
+void epmoei_error_word_hold(int32_t change) { (void)change; }
 
 #endif

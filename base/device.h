@@ -67,6 +67,8 @@ epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what);
 int32_t *epmoei_error_word(void);
 /* Reports and clears what the current device's kernels have counted so far: INVALID_ARGUMENT when it is not 0. */
 epmoe_status_t epmoei_error_word_check(void);
+/* +1 and -1 around the inner calls of one that is made of several: while held on this thread the check says OK. */
+void epmoei_error_word_hold(int32_t change);
 
 #define EPMOEI_CUDA(expr) EPMOEI_CHECK(epmoei_cuda_status((int32_t)(expr), #expr))
 
