@@ -194,6 +194,9 @@ static epmoe_status_t run_local(forward_t *forward)
     epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
+    if (args->num_tokens > layer->max_rows)
+        return epmoei_fail(EPMOE_ERROR_CAPACITY, "num_tokens is %d: the capacity is %lld rows", args->num_tokens,
+                           (long long)layer->max_rows);
     EPMOEI_CHECK(route(forward));
     end_stage(forward, EPMOE_STAGE_ROUTER);
     EPMOEI_CHECK(run_shared(forward));

@@ -770,7 +770,7 @@ typedef struct epmoe_forward_args_t {
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 
 /* One pass: logits = x router^T (fp32, never rounded) -> top-k -> dispatch -> experts -> combine + shared expert +
- * residual. Collective over the communicator's ranks.
+ * residual. Collective over the communicator's ranks, but for a dense MLP, which communicates nothing.
  * CPU backend: the work is done, and peers have been waited for (at most timeout_s), when it returns.
  * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable. Outputs are written
  * only on success. BAD_STATE before weights were set. */
