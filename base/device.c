@@ -176,7 +176,9 @@ bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (backend != EPMOE_BACKEND_CUDA) return false;
-    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) cudaGetLastError();
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error != cudaSuccess) cudaGetLastError();
+    if (error == cudaErrorStreamCaptureImplicit) return true;
     return capture != cudaStreamCaptureStatusNone;
 }
 
@@ -196,6 +198,29 @@ epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
     unsigned flags = epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream) ? cudaEventRecordExternal : 0;
     EPMOEI_CUDA(cudaEventRecordWithFlags((cudaEvent_t)event, stream, flags));
     return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    EPMOEI_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    return EPMOE_OK;
+}
+
+void epmoei_event_destroy(epmoei_event_t event)
+{
+    if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
+}
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    cudaError_t error = cudaEventQuery(event);
+    *passed = error != cudaErrorNotReady;
+    if (error == cudaErrorNotReady) {
+        cudaGetLastError(); /* or the next launch check finds it */
+        return EPMOE_OK;
+    }
+    return epmoei_cuda_status((int32_t)error, "cudaEventQuery");
 }
 
 static volatile int32_t *find_error_word(void)
@@ -318,6 +343,21 @@ bool epmoei_memory_is_device(const void *pointer)
 epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
 {
     (void)event, (void)stream;
+    return no_cuda();
+}
+
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    return no_cuda();
+}
+
+void epmoei_event_destroy(epmoei_event_t event) { (void)event; }
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    (void)event;
+    *passed = true;
     return no_cuda();
 }
 

@@ -47,11 +47,17 @@ epmoe_status_t epmoei_stream_wait(epmoe_backend_t backend, epmoe_stream_t stream
 /* A stream that does not wait for the default one. */
 epmoe_status_t epmoei_stream_create(epmoe_stream_t *stream);
 void epmoei_stream_destroy(epmoe_stream_t stream); /* NULL is legal */
-/* Whether `stream` is being captured into a graph; false on the CPU. */
+/* Whether `stream` is being captured into a graph, or cannot be used without ending another stream's capture; false on
+ * the CPU. Asking does a capture no harm. */
 bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream);
 bool epmoei_memory_is_device(const void *pointer);
 /* A cudaEvent_t recorded on `stream`, so that it can be timed also inside a captured graph. */
 epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream);
+/* Marks that the host can ask about. One that was never recorded counts as passed. */
+typedef struct CUevent_st *epmoei_event_t;
+epmoe_status_t epmoei_event_create(epmoei_event_t *event);
+void epmoei_event_destroy(epmoei_event_t event); /* NULL is legal */
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed);
 
 /* A cudaError_t as a status; clears the runtime's non-sticky error. `what` is for the message. */
 epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what);

@@ -1,5 +1,7 @@
 #include "bench/report.h"
 
+#include "base/device.h"
+
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
@@ -49,6 +51,39 @@ static void print_routing(const bench_t *bench)
     printf("%s\n", options->routing == ROUTING_ROUTER ? "'s own logits" : ", forced through the logits");
 }
 
+/* "memory read 4550.00 GB/s, bf16 GEMM 788.0 TFLOP/s". */
+static void print_speeds(const bench_t *bench)
+{
+    const ceilings_t *ceilings = &bench->ceilings;
+    printf("memory read %.2f GB/s, ", ceilings->read_bytes_per_s * 1e-9);
+    if (bench->backend != EPMOE_BACKEND_CUDA)
+        printf("fp32 GEMM %.1f GFLOP/s", ceilings->flops_per_s * 1e-9);
+    else if (isfinite(ceilings->flops_per_s))
+        printf("%s GEMM %.1f TFLOP/s", dtype_name(bench), ceilings->flops_per_s * 1e-12);
+    else
+        printf("GEMM unknown (built without cuBLASLt)");
+}
+
+static void print_device(const bench_t *bench)
+{
+    const epmoei_device_info_t *info = epmoei_device_current();
+    int32_t most = bench->ceilings.ranks_per_device;
+    if (bench->backend != EPMOE_BACKEND_CUDA || !info) return;
+    printf("device     %s, %d SMs, %.0f MB of L2, %.1f GB; %d rank%s per device\n", info->name, info->num_sms,
+           (double)info->l2_bytes * 1e-6, (double)info->memory_bytes * 1e-9, most, most == 1 ? "" : "s");
+}
+
+static void print_ceilings(const bench_t *bench)
+{
+    printf("ceilings   ");
+    print_speeds(bench);
+    printf(" for each rank while all run; empty graph ");
+    if (bench->backend == EPMOE_BACKEND_CUDA)
+        printf("%.2f us\n", bench->ceilings.empty_graph_us);
+    else
+        printf("n/a\n");
+}
+
 static void print_head(const bench_t *bench)
 {
     const program_t *program = bench->program;
@@ -64,16 +99,18 @@ static void print_head(const bench_t *bench)
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,
            program->num_threads == 1 ? "" : "s", backend_name(bench), epmoe_backend_arch(bench->backend),
            epmoe_transport_string(epmoe_comm_transport(program->comm)));
+    print_device(bench);
     if (bench->checkpoint)
         printf("weights    layer %d of the checkpoint", bench->reference.layer);
     else
         printf("weights    random, seed %llu", (unsigned long long)bench->options->seed);
     printf(", %.1f MB in rank 0\n", (double)bench->weight_bytes * 1e-6);
     print_routing(bench);
-    printf("ceilings   memory read %.2f GB/s, fp32 GEMM %.1f GFLOP/s for each rank while all run; empty graph n/a\n",
-           ceilings->read_bytes_per_s * 1e-9, ceilings->flops_per_s * 1e-9);
-    printf("timing     us of the slowest rank, %d warm-up and %d timed iterations, caches flushed before each\n",
-           bench->options->warmup, bench->options->iters);
+    print_ceilings(bench);
+    printf("timing     us of the slowest rank, %d warm-up and %d timed iterations, caches flushed before each",
+           bench->warmup, bench->iters);
+    if (bench->backend == EPMOE_BACKEND_CUDA) printf(", %s", bench->graph ? "replay of a graph" : "without a graph");
+    printf("\n");
 }
 
 static void report_warnings(const bench_t *bench)
@@ -85,7 +122,12 @@ static void report_warnings(const bench_t *bench)
                  ceilings->most_threads, ceilings->cores);
         warn(bench, text);
     }
-    if (bench->options->warmup == 0) warn(bench, "no warm-up: the first iterations may include one-time costs");
+    if (ceilings->ranks_per_device > 1) {
+        snprintf(text, sizeof text, "ranks share devices (up to %d on one): times mean nothing",
+                 ceilings->ranks_per_device);
+        warn(bench, text);
+    }
+    if (bench->warmup == 0) warn(bench, "no warm-up: the first iterations may include one-time costs");
 }
 
 void report_header(const bench_t *bench)
@@ -156,6 +198,18 @@ static epmoe_status_t print_json(const json_field_t *fields, size_t count)
     return EPMOE_OK;
 }
 
+/* Null on the CPU, as json_empty_graph. */
+static json_t *json_device(const bench_t *bench)
+{
+    const epmoei_device_info_t *info = epmoei_device_current();
+    return bench->backend == EPMOE_BACKEND_CUDA && info ? json_string(info->name) : json_null();
+}
+
+static json_t *json_empty_graph(const bench_t *bench)
+{
+    return bench->backend == EPMOE_BACKEND_CUDA ? number(bench->ceilings.empty_graph_us) : json_null();
+}
+
 static json_t *json_stages(const case_result_t *result)
 {
     json_t *stages = json_object();
@@ -193,12 +247,15 @@ static epmoe_status_t print_case_json(const bench_t *bench, const bench_case_t *
         {"machines", json_integer(ceilings->num_machines)},
         {"threads", json_integer(bench->program->num_threads)},
         {"ranks_share_cores", json_boolean(ceilings->shares_cores)},
+        {"device", json_device(bench)},
+        {"ranks_per_device", json_integer(ceilings->ranks_per_device)},
+        {"graph", json_boolean(bench->graph)},
         {"transport", json_string(epmoe_transport_string(epmoe_comm_transport(bench->program->comm)))},
         {"routing", json_string(routing_kind_string(options->routing))},
         {"seed", json_integer((json_int_t)options->seed)},
         {"tokens_per_rank", json_tokens(bench, made)},
-        {"iters", json_integer(options->iters)},
-        {"warmup", json_integer(options->warmup)},
+        {"iters", json_integer(bench->iters)},
+        {"warmup", json_integer(bench->warmup)},
         {"us_median", number(result->us_median)},
         {"us_min", number(result->us_min)},
         {"us_max", number(result->us_max)},
@@ -215,6 +272,7 @@ static epmoe_status_t print_case_json(const bench_t *bench, const bench_case_t *
         {"rank_load_max_over_mean", number(result->rank_load_max_over_mean)},
         {"read_ceiling_gbps", number(ceilings->read_bytes_per_s * 1e-9)},
         {"gemm_ceiling_tflops", number(ceilings->flops_per_s * 1e-12)},
+        {"empty_graph_us", json_empty_graph(bench)},
         {"checked_rows", json_integer(result->checked_rows)},
         {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
         {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
@@ -233,14 +291,15 @@ epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const
 void report_op_header(const bench_t *bench)
 {
     const epmoe_layer_config_t *config = &bench->config;
-    const ceilings_t *ceilings = &bench->ceilings;
     report_warnings(bench);
     if (bench->options->json) return;
     printf("epmoe op %s at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->options->op,
            bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k, dtype_name(bench));
-    printf("backend %s (%s), %d threads; memory read %.2f GB/s, fp32 GEMM %.1f GFLOP/s\n\n", backend_name(bench),
-           epmoe_backend_arch(bench->backend), bench->program->num_threads, ceilings->read_bytes_per_s * 1e-9,
-           ceilings->flops_per_s * 1e-9);
+    print_device(bench);
+    printf("backend    %s (%s), %d threads\n", backend_name(bench), epmoe_backend_arch(bench->backend),
+           bench->program->num_threads);
+    print_ceilings(bench);
+    printf("\n");
     printf("%10s %10s %10s %10s %9s %8s %10s %8s %6s %9s\n", "tokens", "us median", "min", "max", "GB/s", "TFLOP/s",
            "floor us", "of floor", "wrong", "max err");
 }
@@ -255,6 +314,13 @@ epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_re
             {"backend", json_string(backend_name(bench))},
             {"arch", json_string(epmoe_backend_arch(bench->backend))},
             {"threads", json_integer(bench->program->num_threads)},
+            {"device", json_device(bench)},
+            {"graph", json_boolean(bench->graph)},
+            {"empty_graph_us", json_empty_graph(bench)},
+            {"read_ceiling_gbps", number(bench->ceilings.read_bytes_per_s * 1e-9)},
+            {"gemm_ceiling_tflops", number(bench->ceilings.flops_per_s * 1e-12)},
+            {"iters", json_integer(bench->iters)},
+            {"warmup", json_integer(bench->warmup)},
             {"tokens", json_integer(num_tokens)},
             {"us_median", number(result->us_median)},
             {"us_min", number(result->us_min)},

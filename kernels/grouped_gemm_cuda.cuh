@@ -174,6 +174,8 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
 #pragma unroll
             for (int i = 0; i < kCount; i += 4)
                 *(float4 *)(y + i) = make_float4(value[i], value[i + 1], value[i + 2], value[i + 3]);
+        else if constexpr (kCount == 2)
+            *(float2 *)y = make_float2(value[0], value[1]);
         else
             y[0] = value[0];
         return;
@@ -187,8 +189,30 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
     if constexpr (kCount == 8)
         *(uint4 *)y = make_uint4(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16,
                                  bits[4] | (uint32_t)bits[5] << 16, bits[6] | (uint32_t)bits[7] << 16);
+    else if constexpr (kCount == 4)
+        *(uint2 *)y = make_uint2(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16);
+    else if constexpr (kCount == 2)
+        *(uint32_t *)y = bits[0] | (uint32_t)bits[1] << 16;
     else
         y[0] = bits[0];
+}
+
+/* Up to kCount neighbouring outputs of one row: one wide store where the row allows it. output(i) gives the values. */
+template <int kCount, typename Output>
+__device__ __forceinline__ void gemm_store_run(const gemm_params_t &p, int64_t element, int32_t count, Output output)
+{
+    if (count >= kCount && p.n_out % kCount == 0) {
+        float value[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; i++) value[i] = output(i);
+        gemm_store<kCount>(p, element, value);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < min(count, kCount); i++) {
+        float value[1] = {output(i)};
+        gemm_store<1>(p, element + i, value);
+    }
 }
 
 /* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`

@@ -207,6 +207,9 @@ static epmoe_status_t run_local(forward_t *forward)
     epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
+    if (args->num_tokens > layer->max_rows)
+        return epmoei_fail(EPMOE_ERROR_CAPACITY, "num_tokens is %d: the capacity is %lld rows", args->num_tokens,
+                           (long long)layer->max_rows);
     EPMOEI_CHECK(route(forward));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
     EPMOEI_CHECK(run_shared(forward));
@@ -240,19 +243,19 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     dispatch.x = args->x;
     dispatch.ids = forward->ids;
     dispatch.weights = forward->weights;
-    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local));
+    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     local = run_shared(forward); /* while the rows travel */
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
 
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
-    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows));
+    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows, forward->stream));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     if (local == EPMOE_OK && layer->local_experts) {
-        epmoe_experts_args_t experts = experts_args(layer, *rows.num_rows, rows.x, rows.ids, rows.weights,
-                                                    epmoe_ep_partial_dtype(layer->ep), rows.y);
+        epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
+                                                    rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
         local = epmoei_experts_run(&experts, forward->stream, &forward->stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */

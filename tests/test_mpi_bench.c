@@ -20,8 +20,9 @@ static testing_process_t run_bench(int32_t ranks, const char *format, ...)
     va_start(args, format);
     vsnprintf(arguments, sizeof arguments, format, args);
     va_end(args);
-    if (ranks == 0) return testing_run(kLimit, "%s %s", BENCH, arguments);
-    return testing_run(kLimit, "%s %s %s", testing_mpirun(ranks), BENCH, arguments);
+    /* These are tests of the CPU backend, also where there is a device; an option given again replaces the first. */
+    if (ranks == 0) return testing_run(kLimit, "%s --backend cpu %s", BENCH, arguments);
+    return testing_run(kLimit, "%s %s --backend cpu %s", testing_mpirun(ranks), BENCH, arguments);
 }
 
 static const char *golden(const char *name)

@@ -526,6 +526,9 @@ EPMOE_API void epmoe_comm_destroy(epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
 EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
+/* The largest number of ranks that share one device: 1 when every rank has its own, 0 on the CPU. Where it is above 1
+ * AUTO takes MPI, and times say nothing about the hardware. */
+EPMOE_API int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm);
 /* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
  * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
  * PEER with a peer's bad argument) leave it healthy. Local, never blocks. */
@@ -776,7 +779,7 @@ typedef struct epmoe_forward_args_t {
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 
 /* One pass: logits = x router^T (fp32, never rounded) -> top-k -> dispatch -> experts -> combine + shared expert +
- * residual. Collective over the communicator's ranks.
+ * residual. Collective over the communicator's ranks, but for a dense MLP, which communicates nothing.
  * CPU backend: the work is done, and peers have been waited for (at most timeout_s), when it returns.
  * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable. Outputs are written
  * only on success. BAD_STATE before weights were set. */

@@ -1,0 +1,154 @@
+/* Rows beyond 2^31 elements, without as much host memory: only the rows that count are sent and fetched. */
+#include "tests/checkcuda/check.h"
+
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static char *device_buffer(int64_t bytes)
+{
+    void *data;
+    if (epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &data, bytes, "a large check") == EPMOE_OK) return data;
+    check_fail(NULL, "%s", epmoe_last_error());
+    check_end();
+    exit(1);
+}
+
+static void copy(void *dst, const void *src, int64_t bytes)
+{
+    if (epmoei_memory_copy(EPMOE_BACKEND_CUDA, dst, src, bytes, check_stream) != EPMOE_OK ||
+        epmoei_stream_wait(EPMOE_BACKEND_CUDA, check_stream) != EPMOE_OK) {
+        printf("%s\n", epmoe_last_error());
+        exit(1);
+    }
+}
+
+static void expect_ok(epmoe_status_t status)
+{
+    if (status != EPMOE_OK) check_fail(NULL, "status %d: %s", (int)status, epmoe_last_error());
+}
+
+enum { kCols = 1024 };
+
+static void expect_row(const void *device, const uint16_t *expected, const char *what)
+{
+    uint16_t got[kCols];
+    copy(got, device, sizeof got);
+    if (memcmp(got, expected, sizeof got)) check_fail(NULL, "%s is wrong", what);
+}
+
+/* Strides put the third row 2^31 elements away. */
+static void check_strides(testing_rng_t *rng)
+{
+    check_begin("large", "strides: topk, silu_and_mul");
+    const int64_t stride = ((int64_t)1 << 30) + 8;
+    char *x = device_buffer((2 * stride + 2 * kCols) * 2), *y = device_buffer((2 * stride + kCols) * 2);
+    uint16_t row[2 * kCols], out[kCols];
+    testing_fill_normal(rng, row, EPMOE_BF16, 2 * kCols, 1.0f);
+    for (int32_t t = 0; t < 3; t++) copy(x + t * stride * 2, row, sizeof row);
+
+    epmoe_silu_and_mul_args_t act = EPMOE_SILU_AND_MUL_ARGS_INIT;
+    act.backend = EPMOE_BACKEND_CUDA;
+    act.num_tokens = 3;
+    act.width = kCols;
+    act.dtype = EPMOE_BF16;
+    act.x = x, act.y = y;
+    act.x_stride = act.y_stride = stride;
+    expect_ok(epmoe_silu_and_mul(&act, check_stream));
+    copy(out, y, sizeof out);
+    expect_row(y + 2 * stride * 2, out, "row 2 of silu_and_mul");
+    if (!memcmp(out, row, sizeof out)) check_fail(NULL, "silu_and_mul did nothing");
+
+    int32_t *ids = (int32_t *)(void *)y, got[6];
+    float *weights = (float *)(void *)(y + 256);
+    epmoe_topk_args_t topk = EPMOE_TOPK_ARGS_INIT;
+    topk.backend = EPMOE_BACKEND_CUDA;
+    topk.num_tokens = 3;
+    topk.num_experts = kCols;
+    topk.top_k = 2;
+    topk.logits_dtype = EPMOE_BF16;
+    topk.logits = x;
+    topk.logits_stride = stride;
+    topk.ids = ids, topk.weights = weights;
+    expect_ok(epmoe_topk(&topk, check_stream));
+    copy(got, ids, sizeof got);
+    if (got[0] != got[4] || got[1] != got[5] || got[0] == got[1]) check_fail(NULL, "row 2 of topk is wrong");
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, x);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, y);
+    check_end();
+}
+
+/* 2^21 + 3 slots of 1024 elements. */
+static void check_rows(testing_rng_t *rng)
+{
+    enum { kTokens = (1 << 20) + 2, kTopK = 2, kSlots = kTokens * kTopK };
+    check_begin("large", "rows: permute, unpermute, sum");
+    char *rows = device_buffer((int64_t)kSlots * kCols * 2), *out = device_buffer((int64_t)kTokens * kCols * 2);
+    int32_t *index = (int32_t *)(void *)device_buffer((int64_t)kSlots * 4), *num_rows = index, *host;
+    float *weights = (float *)(void *)device_buffer((int64_t)kSlots * 4);
+    uint16_t row[kCols], zero[kCols] = {0};
+    testing_fill_normal(rng, row, EPMOE_BF16, kCols, 1.0f);
+
+    /* The last slots of the last token name its own two rows; every other token has none. */
+    host = malloc((size_t)kSlots * 4);
+    for (int32_t s = 0; s < kSlots; s++) host[s] = s < kSlots - kTopK ? -1 : s;
+    copy(index, host, (int64_t)kSlots * 4);
+    const float halves[] = {0.5f, 0.5f};
+    copy(weights + kSlots - 2, halves, sizeof halves);
+    for (int32_t j = 1; j <= 2; j++) copy(rows + (int64_t)(kSlots - j) * kCols * 2, row, sizeof row);
+
+    epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;
+    sum.backend = EPMOE_BACKEND_CUDA;
+    sum.num_tokens = kTokens, sum.top_k = kTopK, sum.hidden = kCols;
+    sum.y_dtype = EPMOE_BF16;
+    sum.y = rows, sum.weights = weights, sum.ids = index, sum.out = out;
+    expect_ok(epmoe_sum(&sum, check_stream));
+    expect_row(out + (int64_t)(kTokens - 1) * kCols * 2, row, "the last row of sum");
+    expect_row(out + (int64_t)(kTokens - 2) * kCols * 2, zero, "the row before the last of sum");
+
+    epmoe_unpermute_args_t back = EPMOE_UNPERMUTE_ARGS_INIT;
+    back.backend = EPMOE_BACKEND_CUDA;
+    back.num_tokens = kTokens, back.top_k = kTopK, back.hidden = kCols;
+    back.dtype = EPMOE_BF16;
+    back.y = rows, back.max_rows = kSlots, back.inverse = index, back.weights = weights, back.out = out;
+    expect_ok(epmoei_memory_set(EPMOE_BACKEND_CUDA, out, 0xFF, (int64_t)kTokens * kCols * 2, check_stream));
+    expect_ok(epmoe_unpermute(&back, check_stream));
+    expect_row(out + (int64_t)(kTokens - 1) * kCols * 2, row, "the last row of unpermute");
+    expect_row(out, zero, "the first row of unpermute");
+
+    /* Permute: all rows but the last are padding. */
+    epmoe_permute_args_t permute = EPMOE_PERMUTE_ARGS_INIT;
+    permute.backend = EPMOE_BACKEND_CUDA;
+    permute.num_tokens = kTokens, permute.top_k = kTopK, permute.hidden = kCols;
+    permute.dtype = EPMOE_BF16;
+    for (int32_t s = 0; s < kSlots; s++) host[s] = s == kSlots - 1 ? kSlots - 1 : kSlots;
+    copy(index, host, (int64_t)kSlots * 4);
+    num_rows = (int32_t *)(void *)weights;
+    const int32_t all = kSlots;
+    copy(num_rows, &all, 4);
+    permute.x = out, permute.sorted_ids = index, permute.num_rows = num_rows, permute.max_rows = kSlots;
+    permute.y = rows;
+    copy(out + (int64_t)(kTokens - 1) * kCols * 2, row, sizeof row);
+    expect_ok(epmoe_permute(&permute, check_stream));
+    expect_row(rows + (int64_t)(kSlots - 1) * kCols * 2, row, "the last row of permute");
+    expect_row(rows + (int64_t)(kSlots - 2) * kCols * 2, zero, "the row before the last of permute");
+
+    free(host);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, rows);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, out);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, index);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, weights);
+    check_end();
+}
+
+void check_large(testing_rng_t *rng)
+{
+    const size_t needed = (size_t)12 << 30;
+    size_t free_bytes = 0, total = 0;
+    if (cudaMemGetInfo(&free_bytes, &total) != cudaSuccess || free_bytes < needed) {
+        printf("skip  large          needs 12 GiB of free device memory, %zu MiB are there\n", free_bytes >> 20);
+        return;
+    }
+    check_strides(rng);
+    check_rows(rng);
+}

@@ -1,0 +1,52 @@
+/* Every op of the kernel table on the device against its reference on the host. Prints a line per op and group of
+ * shapes; exits 1 when anything differs, 77 without a device. EPMOE_ARCH chooses the tier, EPMOE_TEST_SEED the inputs;
+ * arguments choose ops by name. */
+#include "tests/checkcuda/check.h"
+
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+
+static const struct {
+    const char *name;
+    void (*check)(testing_rng_t *rng);
+} checks[] = {{"topk", check_topk},
+              {"align", check_align},
+              {"permute", check_permute},
+              {"unpermute", check_unpermute},
+              {"silu_and_mul", check_silu_and_mul},
+              {"sum", check_sum},
+              {"grouped_gemm", check_grouped_gemm},
+              {"large", check_large}};
+
+static bool chosen(const char *name, int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        if (!strcmp(argv[i], name)) return true;
+    return argc == 1;
+}
+
+int main(int argc, char **argv)
+{
+    if (epmoei_device_count() == 0) {
+        printf("skipped: %s\n", epmoei_device_absence());
+        return 77;
+    }
+    const epmoei_device_info_t *device = epmoei_device_current();
+    if (!device || cudaStreamCreateWithFlags(&check_stream, cudaStreamNonBlocking) != cudaSuccess) {
+        printf("the device cannot be used: %s\n", cudaGetErrorString(cudaGetLastError()));
+        return 1;
+    }
+    uint64_t seed = testing_seed();
+    printf("checkcuda on %s, tier %s, EPMOE_TEST_SEED=%llu\n", device->name, epmoe_backend_arch(EPMOE_BACKEND_CUDA),
+           (unsigned long long)seed);
+    bool any = false;
+    for (size_t i = 0; i < sizeof checks / sizeof *checks; i++) {
+        if (!chosen(checks[i].name, argc, argv)) continue;
+        testing_rng_t rng = testing_rng(seed + i);
+        checks[i].check(&rng);
+        any = true;
+    }
+    cudaStreamDestroy(check_stream);
+    if (!any) printf("no op of that name\n");
+    return any ? check_exit_code() : 1;
+}
