@@ -324,7 +324,7 @@ Test(gpu_layer, configs_that_a_device_cannot_run)
     REFUSED(config.intermediate = 12, "intermediate is 12");
     REFUSED(config.shared_intermediate = 4, "shared_intermediate is 4");
     REFUSED(config.dtype = EPMOE_F32, "f32");
-    REFUSED(config.weight_format = EPMOE_FORMAT_F32, "f32");
+    REFUSED(config.weight_format = EPMOE_FORMAT_F32, "fp32");
 #undef REFUSED
     cr_assert_eq(epmoei_alloc_live(), live);
 }
