@@ -522,8 +522,9 @@ typedef struct epmoe_comm_config_t {
  * those of config->nccl_comm, whose host data then takes its way over NCCL too. config NULL = defaults with device -1;
  * with bootstrap NULL too the device is the thread's current one. The structs are copied; bootstrap->ctx must live
  * until `release`. On success the communicator owns the bootstrap; on failure *comm is NULL and `release` has been
- * called. CUDA: makes the device current in the calling thread, and it must be so in every call on the communicator and
- * its objects (BAD_STATE otherwise). AUTO takes NCCL when this build has it and every rank has a device of its own, MPI
+ * called.
+ * CUDA: makes the device current in the calling thread, where it must be so in every call on the communicator and its
+ * objects (BAD_STATE otherwise). AUTO takes NCCL when this build has it and every rank has a device of its own, MPI
  * otherwise; see epmoe_comm_ranks_per_device.
  * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs or backends differ; NOT_SUPPORTED for a
  * transport that some rank cannot use, such as NCCL where ranks share a device: before any NCCL communicator is made;
