@@ -27,6 +27,18 @@ typedef struct bench_t {
     int64_t weight_bytes; /* of this rank */
 } bench_t;
 
+/* As --backend and --dtype spell them. */
+static inline const char *bench_backend_name(const bench_t *bench)
+{
+    return bench->backend == EPMOE_BACKEND_CUDA ? "cuda" : "cpu";
+}
+
+static inline const char *bench_dtype_name(const bench_t *bench)
+{
+    epmoe_dtype_t dtype = bench->config.dtype;
+    return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
+}
+
 /* What one rank has of a case. */
 typedef struct bench_case_t {
     int32_t *tokens; /* [size] */

@@ -10,6 +10,7 @@
  * device long enough that the host has enqueued the timed work before it begins. */
 #define FLUSH_BYTES  ((int64_t)256 << 20)
 #define FLUSH_CACHES 4 /* but at least so many times the L2 */
+#define WAKE_S       0.03
 #define NUM_EVENTS   (EPMOE_STAGE_COUNT + 1)
 
 static epmoe_status_t create_event(void **event)
@@ -77,6 +78,16 @@ static epmoe_status_t capture(const cuda_t *cuda, const cuda_timing_t *timing, v
     return epmoei_stream_wait(EPMOE_BACKEND_CUDA, cuda->stream);
 }
 
+/* A device that has idled, while results were checked, needs some milliseconds to reach its clocks. */
+static epmoe_status_t wake(const cuda_t *cuda)
+{
+    for (double end = epmoei_now_seconds() + WAKE_S; epmoei_now_seconds() < end;) {
+        for (int32_t i = 0; i < 8; i++) EPMOEI_CHECK(cuda_read(cuda, cuda->flush, cuda->flush_bytes));
+        EPMOEI_CHECK(epmoei_stream_wait(EPMOE_BACKEND_CUDA, cuda->stream));
+    }
+    return EPMOE_OK;
+}
+
 static epmoe_status_t run_once(const cuda_t *cuda, const cuda_timing_t *timing, void *const *events,
                                cudaGraphExec_t graph, double *us)
 {
@@ -124,7 +135,8 @@ static epmoe_status_t read_stages(void *const *events, double *us)
 static epmoe_status_t time_all(const cuda_t *cuda, const cuda_timing_t *timing, void *const *events, double *times)
 {
     cudaGraphExec_t graph = NULL;
-    epmoe_status_t status = timing->graph ? capture(cuda, timing, events, &graph) : EPMOE_OK;
+    epmoe_status_t status = wake(cuda);
+    if (status == EPMOE_OK && timing->graph) status = capture(cuda, timing, events, &graph);
     for (int32_t i = -timing->warmup; i < timing->iters; i++) {
         double us;
         /* A barrier, which also tells every rank of one that failed. */

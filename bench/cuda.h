@@ -47,7 +47,7 @@ epmoe_status_t cuda_time_stages(const cuda_t *cuda, const cuda_timing_t *timing,
 epmoe_status_t cuda_read(const cuda_t *cuda, const void *data, int64_t bytes);
 
 /* The kernels of cuda_sm80.cu. sums [CUDA_READ_BLOCKS(num_sms)]. */
-#define CUDA_READ_BLOCKS(num_sms) (8 * (num_sms))
+#define CUDA_READ_BLOCKS(num_sms) (4 * (num_sms))
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -2,10 +2,8 @@
 
 #include "base/device.h"
 
-#include <jansson.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 void report_models(void)
@@ -23,15 +21,6 @@ void report_models(void)
         if (config.n_group > 1) printf(", %d of %d groups", config.topk_group, config.n_group);
         printf("\n");
     }
-}
-
-static const char *backend_name(const bench_t *bench) { return bench->backend == EPMOE_BACKEND_CUDA ? "cuda" : "cpu"; }
-
-/* As --dtype spells it. */
-static const char *dtype_name(const bench_t *bench)
-{
-    epmoe_dtype_t dtype = bench->config.dtype;
-    return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
 }
 
 static void warn(const bench_t *bench, const char *text)
@@ -59,7 +48,7 @@ static void print_speeds(const bench_t *bench)
     if (bench->backend != EPMOE_BACKEND_CUDA)
         printf("fp32 GEMM %.1f GFLOP/s", ceilings->flops_per_s * 1e-9);
     else if (isfinite(ceilings->flops_per_s))
-        printf("%s GEMM %.1f TFLOP/s", dtype_name(bench), ceilings->flops_per_s * 1e-12);
+        printf("%s GEMM %.1f TFLOP/s", bench_dtype_name(bench), ceilings->flops_per_s * 1e-12);
     else
         printf("GEMM unknown (built without cuBLASLt)");
 }
@@ -94,10 +83,10 @@ static void print_head(const bench_t *bench)
     printf("model      %s: hidden %d, intermediate %d, %d experts, top %d", bench->model, config->hidden,
            config->intermediate, config->num_experts, config->top_k);
     if (config->shared_intermediate) printf(", shared expert of %d", config->shared_intermediate);
-    printf(", %s\n", dtype_name(bench));
+    printf(", %s\n", bench_dtype_name(bench));
     printf("ranks      %d on %d machine%s, %d thread%s in rank 0, backend %s (%s), transport %s\n", size,
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,
-           program->num_threads == 1 ? "" : "s", backend_name(bench), epmoe_backend_arch(bench->backend),
+           program->num_threads == 1 ? "" : "s", bench_backend_name(bench), epmoe_backend_arch(bench->backend),
            epmoe_transport_string(epmoe_comm_transport(program->comm)));
     print_device(bench);
     if (bench->checkpoint)
@@ -175,115 +164,10 @@ static void print_case(const bench_t *bench, const bench_case_t *made, const cas
     fflush(stdout);
 }
 
-/* JSON has no infinity. */
-static json_t *number(double value) { return isfinite(value) ? json_real(value) : json_null(); }
-
-typedef struct json_field_t {
-    const char *name;
-    json_t *value;
-} json_field_t;
-
-/* Prints one line and takes the values over. */
-static epmoe_status_t print_json(const json_field_t *fields, size_t count)
-{
-    json_t *object = json_object();
-    int failed = 0;
-    for (size_t i = 0; i < count; i++) failed |= json_object_set_new(object, fields[i].name, fields[i].value);
-    char *text = failed ? NULL : json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));
-    json_decref(object);
-    if (!text) return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "the result's JSON cannot be built");
-    puts(text);
-    fflush(stdout);
-    free(text);
-    return EPMOE_OK;
-}
-
-/* Null on the CPU, as json_empty_graph. */
-static json_t *json_device(const bench_t *bench)
-{
-    const epmoei_device_info_t *info = epmoei_device_current();
-    return bench->backend == EPMOE_BACKEND_CUDA && info ? json_string(info->name) : json_null();
-}
-
-static json_t *json_empty_graph(const bench_t *bench)
-{
-    return bench->backend == EPMOE_BACKEND_CUDA ? number(bench->ceilings.empty_graph_us) : json_null();
-}
-
-static json_t *json_stages(const case_result_t *result)
-{
-    json_t *stages = json_object();
-    int failed = 0;
-    for (int32_t stage = 0; stage < EPMOE_STAGE_COUNT; stage++)
-        failed |=
-            json_object_set_new(stages, epmoe_stage_string((epmoe_stage_t)stage), number(result->stages_us[stage]));
-    if (!failed) return stages;
-    json_decref(stages);
-    return NULL;
-}
-
-static json_t *json_tokens(const bench_t *bench, const bench_case_t *made)
-{
-    if (!bench->options->num_per_rank) return json_integer(made->tokens[0]);
-    json_t *tokens = json_array();
-    int failed = 0;
-    for (int32_t r = 0; r < bench->program->size; r++)
-        failed |= json_array_append_new(tokens, json_integer(made->tokens[r]));
-    if (!failed) return tokens;
-    json_decref(tokens);
-    return NULL;
-}
-
-static epmoe_status_t print_case_json(const bench_t *bench, const bench_case_t *made, const case_result_t *result)
-{
-    const options_t *options = bench->options;
-    const ceilings_t *ceilings = &bench->ceilings;
-    const json_field_t fields[] = {
-        {"model", json_string(bench->model)},
-        {"dtype", json_string(dtype_name(bench))},
-        {"backend", json_string(backend_name(bench))},
-        {"arch", json_string(epmoe_backend_arch(bench->backend))},
-        {"ranks", json_integer(bench->program->size)},
-        {"machines", json_integer(ceilings->num_machines)},
-        {"threads", json_integer(bench->program->num_threads)},
-        {"ranks_share_cores", json_boolean(ceilings->shares_cores)},
-        {"device", json_device(bench)},
-        {"ranks_per_device", json_integer(ceilings->ranks_per_device)},
-        {"graph", json_boolean(bench->graph)},
-        {"transport", json_string(epmoe_transport_string(epmoe_comm_transport(bench->program->comm)))},
-        {"routing", json_string(routing_kind_string(options->routing))},
-        {"seed", json_integer((json_int_t)options->seed)},
-        {"tokens_per_rank", json_tokens(bench, made)},
-        {"iters", json_integer(bench->iters)},
-        {"warmup", json_integer(bench->warmup)},
-        {"us_median", number(result->us_median)},
-        {"us_min", number(result->us_min)},
-        {"us_max", number(result->us_max)},
-        {"stages_us", json_stages(result)},
-        {"tokens_per_s", number(result->tokens_per_s)},
-        {"floor_us", number(result->floor_us)},
-        {"floor_fraction", number(result->floor_fraction)},
-        {"tflops", number(result->tflops)},
-        {"gbps", number(result->wire_gbps)},
-        {"gbps_logical", number(result->logical_gbps)},
-        {"wire_bytes", number(result->wire_bytes)},
-        {"memory_gbps", number(result->memory_gbps)},
-        {"load_max_over_mean", number(result->load_max_over_mean)},
-        {"rank_load_max_over_mean", number(result->rank_load_max_over_mean)},
-        {"read_ceiling_gbps", number(ceilings->read_bytes_per_s * 1e-9)},
-        {"gemm_ceiling_tflops", number(ceilings->flops_per_s * 1e-12)},
-        {"empty_graph_us", json_empty_graph(bench)},
-        {"checked_rows", json_integer(result->checked_rows)},
-        {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
-        {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
-    };
-    return print_json(fields, sizeof fields / sizeof fields[0]);
-}
-
 epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result)
 {
     if (bench->program->rank) return EPMOE_OK;
-    if (bench->options->json) return print_case_json(bench, made, result);
+    if (bench->options->json) return report_json_case(bench, made, result);
     print_case(bench, made, result);
     return EPMOE_OK;
 }
@@ -294,9 +178,10 @@ void report_op_header(const bench_t *bench)
     report_warnings(bench);
     if (bench->options->json) return;
     printf("epmoe op %s at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->options->op,
-           bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k, dtype_name(bench));
+           bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k,
+           bench_dtype_name(bench));
     print_device(bench);
-    printf("backend    %s (%s), %d threads\n", backend_name(bench), epmoe_backend_arch(bench->backend),
+    printf("backend    %s (%s), %d threads\n", bench_backend_name(bench), epmoe_backend_arch(bench->backend),
            bench->program->num_threads);
     print_ceilings(bench);
     printf("\n");
@@ -306,34 +191,7 @@ void report_op_header(const bench_t *bench)
 
 epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result)
 {
-    if (bench->options->json) {
-        const json_field_t fields[] = {
-            {"op", json_string(bench->options->op)},
-            {"model", json_string(bench->model)},
-            {"dtype", json_string(dtype_name(bench))},
-            {"backend", json_string(backend_name(bench))},
-            {"arch", json_string(epmoe_backend_arch(bench->backend))},
-            {"threads", json_integer(bench->program->num_threads)},
-            {"device", json_device(bench)},
-            {"graph", json_boolean(bench->graph)},
-            {"empty_graph_us", json_empty_graph(bench)},
-            {"read_ceiling_gbps", number(bench->ceilings.read_bytes_per_s * 1e-9)},
-            {"gemm_ceiling_tflops", number(bench->ceilings.flops_per_s * 1e-12)},
-            {"iters", json_integer(bench->iters)},
-            {"warmup", json_integer(bench->warmup)},
-            {"tokens", json_integer(num_tokens)},
-            {"us_median", number(result->us_median)},
-            {"us_min", number(result->us_min)},
-            {"us_max", number(result->us_max)},
-            {"gbps", number(result->memory_gbps)},
-            {"tflops", number(result->tflops)},
-            {"floor_us", number(result->floor_us)},
-            {"floor_fraction", number(result->floor_fraction)},
-            {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
-            {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
-        };
-        return print_json(fields, sizeof fields / sizeof fields[0]);
-    }
+    if (bench->options->json) return report_json_op(bench, num_tokens, result);
     char wrong[32], error[32];
     check_texts(result, wrong, error);
     printf("%10d %10.1f %10.1f %10.1f %9.3f %8.4f %10.1f %8.3f %6s %9s\n", num_tokens, result->us_median,

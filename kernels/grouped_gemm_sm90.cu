@@ -230,7 +230,11 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
         slots[i] = token < tile.rows ? p.row_index ? p.row_index[tile.row + token] : tile.row + token : -1;
     }
 
+    /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
+     * other width's code too. */
     float acc[kN / 2];
+#pragma unroll
+    for (int i = 0; i < kN / 2; i++) acc[i] = 0.0f;
     for (int step = 0; step < k_steps; step++, count++) {
         const uint32_t stage = count % Pipeline::kStages;
         const uint32_t from = c.base + stage * Pipeline::kStageBytes;
@@ -240,7 +244,7 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
         ptx_wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < kBlockK / 16; kk++) /* 16 elements are 32 bytes, 2 in the descriptor's units */
-            ptx_wgmma<T, kN>::run(acc, w + 2 * kk, x + 2 * kk, step > 0 || kk > 0);
+            ptx_wgmma<T, kN>::run(acc, w + 2 * kk, x + 2 * kk);
         ptx_wgmma_commit();
         if (step > 0) {
             ptx_wgmma_wait<1>();

@@ -195,8 +195,8 @@ bool layer_case_check(epmoe_layer_t *layer, const oracle_model_t *model, const l
 bool layer_case_is_block(void *block, int64_t bytes)
 {
     int64_t huge_page = (int64_t)2 << 20, usable = block ? (int64_t)malloc_usable_size(block) : 0;
-    int64_t most = bytes >= huge_page ? epmoei_round_up(bytes, huge_page) : bytes;
-    /* glibc gives what is left of a page too. */
+    /* glibc gives what is left of a page, or of the alignment, too. */
+    int64_t most = bytes >= huge_page ? epmoei_round_up(bytes, huge_page) + huge_page : bytes;
     bool good = usable >= bytes && usable <= most + 8192;
     if (!good) fprintf(stderr, "a block has %lld bytes, said were %lld\n", (long long)usable, (long long)bytes);
     return good;

@@ -317,6 +317,15 @@ Test(bench, refusals)
     }
 }
 
+Test(bench, a_backend_that_is_not_there)
+{
+    testing_process_t process = testing_run(kLimit, "EPMOE_ARCH=cpu %s --backend cuda", BENCH);
+    cr_assert_eq(process.exit_code, 3, "exit %d", process.exit_code);
+    cr_assert_eq(strncmp(process.errors, "not supported: --backend:", 25), 0, "%s", process.errors);
+    cr_assert_str_empty(process.output);
+    testing_process_free(&process);
+}
+
 /* Every rank refuses; one of them says why, once. */
 Test(bench, refusals_under_mpirun)
 {
