@@ -204,6 +204,7 @@ static epmoe_status_t check_all(check_t *check)
     program_t *program = check->program;
     epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
     config.backend = check->backend;
+    config.device = -1;
     config.timeout_s = check->timeout_s;
     EPMOEI_CHECK(program_connect(program, &config));
     EPMOEI_CHECK(epmoe_comm_agree(program->comm, open_files(check)));
