@@ -71,6 +71,12 @@ const epmoei_device_info_t *epmoei_device_current(void)
     return epmoei_device_info(device);
 }
 
+int32_t epmoei_device_current_ordinal(void)
+{
+    const epmoei_device_info_t *device = epmoei_device_current();
+    return device ? (int32_t)(device - infos) : -1;
+}
+
 epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what)
 {
     if (cuda_error == cudaSuccess) return EPMOE_OK;
@@ -265,6 +271,7 @@ const epmoei_device_info_t *epmoei_device_info(int32_t device)
     return NULL;
 }
 const epmoei_device_info_t *epmoei_device_current(void) { return NULL; }
+int32_t epmoei_device_current_ordinal(void) { return -1; }
 
 static epmoe_status_t no_cuda(void) { return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s", epmoei_device_absence()); }
 

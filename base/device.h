@@ -27,6 +27,7 @@ const char *epmoei_device_absence(void);
 const epmoei_device_info_t *epmoei_device_info(int32_t device);
 /* The calling thread's current device; NULL when there is none. */
 const epmoei_device_info_t *epmoei_device_current(void);
+int32_t epmoei_device_current_ordinal(void); /* -1 when there is none */
 epmoe_status_t epmoei_device_set(int32_t device);
 
 /* Memory that `backend`'s kernels work on, not cleared; the CPU's is epmoei_alloc. Freeing device memory waits for the

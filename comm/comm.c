@@ -185,7 +185,7 @@ epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe
     bool in_step = false; /* all ranks leave together, so that releasing may be collective */
     epmoe_status_t status, local = EPMOE_OK;
     if (comm) *comm = NULL;
-    own.device = -1;
+    own.device = bootstrap || config ? -1 : epmoei_device_current_ordinal();
     if (config) local = epmoei_copy_sized(&own, sizeof own, config, "config");
     if (local == EPMOE_OK && own.nccl_comm && !bootstrap)
         EPMOEI_CHECK_GOTO(take_borrowed(&made.bootstrap, &own), fail);

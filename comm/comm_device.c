@@ -175,9 +175,7 @@ epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *
 
 epmoe_status_t epmoei_comm_check_device(const epmoe_comm_t *comm)
 {
-    if (comm->backend != EPMOE_BACKEND_CUDA || epmoei_device_current() == epmoei_device_info(comm->device))
-        return EPMOE_OK;
-    return epmoei_fail(EPMOE_ERROR_BAD_STATE,
-                       "the current device is not the communicator's: expected device %d, set it in this thread",
-                       comm->device);
+    if (comm->backend != EPMOE_BACKEND_CUDA || epmoei_device_current_ordinal() == comm->device) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_BAD_STATE, "the thread's current device is %d: expected %d, the communicator's",
+                       epmoei_device_current_ordinal(), comm->device);
 }

@@ -164,6 +164,17 @@ __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float
     return p.weight_on_input ? value : value * weight;
 }
 
+/* Two 16-bit outputs, a in the low half. */
+__device__ __forceinline__ uint32_t gemm_pack(const gemm_params_t &p, float a, float b)
+{
+    if (p.y_dtype == EPMOE_BF16) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+        return *(uint32_t *)&pair;
+    }
+    __half2 pair = __floats2half2_rn(a, b);
+    return *(uint32_t *)&pair;
+}
+
 /* kCount outputs from `col` on, of one row, to y. */
 template <int kCount>
 __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t element, const float (&value)[kCount])
@@ -195,24 +206,6 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
         *(uint32_t *)y = bits[0] | (uint32_t)bits[1] << 16;
     else
         y[0] = bits[0];
-}
-
-/* Up to kCount neighbouring outputs of one row: one wide store where the row allows it. output(i) gives the values. */
-template <int kCount, typename Output>
-__device__ __forceinline__ void gemm_store_run(const gemm_params_t &p, int64_t element, int32_t count, Output output)
-{
-    if (count >= kCount && p.n_out % kCount == 0) {
-        float value[kCount];
-#pragma unroll
-        for (int i = 0; i < kCount; i++) value[i] = output(i);
-        gemm_store<kCount>(p, element, value);
-        return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < min(count, kCount); i++) {
-        float value[1] = {output(i)};
-        gemm_store<1>(p, element + i, value);
-    }
 }
 
 /* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`

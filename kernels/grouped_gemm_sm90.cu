@@ -22,14 +22,11 @@ constexpr int kBlockK = 64;  /* 128 bytes: one row of the swizzle */
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
-constexpr int kStagingRow = 64 + 4; /* floats; the padding avoids bank conflicts */
-constexpr int kMaxChunk = 16;       /* tokens per step of the epilogue */
 
 template <int kMaxN_, int kStages_> struct pipeline {
     static constexpr int kMaxN = kMaxN_, kStages = kStages_;
     static constexpr int kLag = kStages / 2; /* cp.async groups of a thread under way */
     static constexpr int kStageBytes = kWeightBytes + kMaxN * kBlockK * 2;
-    static constexpr int kStagingFloats = 2 * 2 * kMaxChunk * kStagingRow; /* two warpgroups, two buffers */
 };
 
 struct shared_tail_t {
@@ -38,10 +35,9 @@ struct shared_tail_t {
     int32_t warp_sums[kThreads / 32];
 };
 
-/* After the stages: staging, x_rows, slots and weights of each warpgroup, tail, cumulative tiles. */
+/* After the stages: x_rows, slots and weights of each warpgroup, tail, cumulative tiles. */
 template <typename Pipeline> struct shared_layout {
-    static constexpr int kStaging = Pipeline::kStages * Pipeline::kStageBytes;
-    static constexpr int kXRows = kStaging + Pipeline::kStagingFloats * 4;
+    static constexpr int kXRows = Pipeline::kStages * Pipeline::kStageBytes;
     static constexpr int kSlots = kXRows + Pipeline::kMaxN * 4;
     static constexpr int kWeights = kSlots + 2 * Pipeline::kMaxN * 4;
     static constexpr int kTail = kWeights + 2 * Pipeline::kMaxN * 4;
@@ -159,8 +155,6 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const CUtensorMa
 
 /* Where consumer warpgroups keep what they share. */
 struct consumer_t {
-    char *shared;
-    float *staging; /* two buffers [kMaxChunk][kStagingRow] */
     int32_t *slots;
     float *weights;
     uint32_t base;
@@ -179,42 +173,56 @@ __device__ __forceinline__ void warpgroup_barrier(const consumer_t &c)
         ptx_named_barrier<3>(kWarpgroup);
 }
 
-/* The accumulators of tokens [chunk * kChunk, + kChunk) to shared memory, weight rows along the columns. */
-template <int kN, int kChunk>
-__device__ __forceinline__ void stage_chunk(const consumer_t &c, const float (&acc)[kN / 2], int chunk, float *staging)
+/* Columns of y that a thread writes for tokens [8 j, 8 j + 8), from its four accumulators of them: weight rows g and
+ * g + 8 (g = lane / 4) of the warp's 16 against tokens 2 c and 2 c + 1 (c = lane % 4). */
+__device__ __forceinline__ void store_gated(const gemm_params_t &p, const tile_t &tile, const consumer_t &c, int j,
+                                            int32_t row, const float *bias, const float (&acc)[4])
 {
-    float *to = staging + c.tid % 4 * 2 * kStagingRow + c.tid / 32 * 16 + c.tid % 32 / 4;
-    /* Registers cannot be indexed: the chunk selects one of the copies of this code. */
+    /* Gate and up rows alternate, so they are with neighbours in g. Each of a pair finishes one of the two tokens. */
+    const int lane = c.tid % 32;
+    const bool odd = lane / 4 % 2 != 0;
+    const int token = j * 8 + lane % 4 * 2 + odd;
+    const int32_t slot = c.slots[token];
+    const float weight = c.weights[token];
 #pragma unroll
-    for (int i = 0; i < kN / kChunk; i++)
-        if (i == chunk)
-#pragma unroll
-            for (int j = 0; j < kChunk / 8; j++)
-#pragma unroll
-                for (int r = 0; r < 4; r++)
-                    to[(j * 8 + r % 2) * kStagingRow + r / 2 * 8] = acc[(i * (kChunk / 8) + j) * 4 + r];
+    for (int half = 0; half < 2; half++) {
+        float mine = odd ? acc[2 * half + 1] : acc[2 * half];
+        float other = __shfl_xor_sync(0xFFFFFFFFu, odd ? acc[2 * half] : acc[2 * half + 1], 4);
+        int32_t col = (row & ~1) + 8 * half; /* of the gate */
+        if (slot < 0 || col >= p.n) continue;
+        float value[1] = {gemm_finish(p, bias, weight, col, odd ? other : mine, odd ? mine : other)};
+        gemm_store<1>(p, (int64_t)slot * p.n_out + col / 2, value);
+    }
 }
 
-/* One chunk from shared memory to y: neighbouring threads take neighbouring columns of a token, kCols each. */
-template <int kChunk>
-__device__ __forceinline__ void store_chunk(const gemm_params_t &p, const tile_t &tile, const consumer_t &c, int chunk,
-                                            const float *staging)
+__device__ __forceinline__ void store_plain(const gemm_params_t &p, const tile_t &tile, const consumer_t &c, int j,
+                                            int32_t row, const float *bias, const float (&acc)[4])
 {
-    constexpr int kCols = 64 * kChunk / kWarpgroup, kThreadsPerToken = 64 / kCols;
-    const int token = chunk * kChunk + c.tid / kThreadsPerToken, local = c.tid % kThreadsPerToken * kCols;
-    const int32_t slot = token < tile.rows ? c.slots[token] : -1;
-    const int32_t col = tile.col + c.group * 64 + local;
-    if (slot < 0 || col >= p.n) return;
-    const float weight = c.weights[token];
-    const float *from = staging + c.tid / kThreadsPerToken * kStagingRow + local;
-    const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
-    if (p.gated)
-        gemm_store_run<kCols / 2>(p, (int64_t)slot * p.n_out + col / 2, min(kCols, p.n - col) / 2, [&](int i) {
-            return gemm_finish(p, bias, weight, col + 2 * i, from[2 * i], from[2 * i + 1]);
-        });
-    else
-        gemm_store_run<kCols>(p, (int64_t)slot * p.n_out + col, min(kCols, p.n - col),
-                              [&](int i) { return gemm_finish(p, bias, weight, col + i, from[i], 0.0f); });
+    const int lane = c.tid % 32;
+    const int first = j * 8 + lane % 4 * 2; /* the two tokens of the accumulators */
+    const float2 weight = *(const float2 *)(c.weights + first);
+    if (p.y_dtype == EPMOE_F32 || p.n % 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int32_t slot = c.slots[first + i % 2], col = row + i / 2 * 8;
+            if (slot < 0 || col >= p.n) continue;
+            float value[1] = {gemm_finish(p, bias, i % 2 ? weight.y : weight.x, col, acc[i], 0.0f)};
+            gemm_store<1>(p, (int64_t)slot * p.n_out + col, value);
+        }
+        return;
+    }
+    /* 16-bit outputs: an 8x8 transpose turns a weight row of two tokens into a token of two weight rows. */
+    const int32_t slot = c.slots[j * 8 + lane / 4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int32_t col = row + 8 * half;
+        bool valid = col < p.n;
+        float a = valid ? gemm_finish(p, bias, weight.x, col, acc[2 * half], 0.0f) : 0.0f;
+        float b = valid ? gemm_finish(p, bias, weight.y, col, acc[2 * half + 1], 0.0f) : 0.0f;
+        uint32_t pair = ptx_movmatrix(gemm_pack(p, a, b));
+        col = row - lane / 4 + 8 * half + lane % 4 * 2;
+        if (slot >= 0 && col < p.n) *(uint32_t *)((uint16_t *)p.y + (int64_t)slot * p.n_out + col) = pair;
+    }
 }
 
 template <typename T, typename Pipeline, int kN>
@@ -254,7 +262,7 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
     ptx_wgmma_wait<0>();
     if (c.tid == 0) ptx_mbarrier_arrive(c.empty + 8 * ((count - 1) % Pipeline::kStages));
 
-    warpgroup_barrier(c); /* the previous tile's slots and staging are read */
+    warpgroup_barrier(c); /* the previous tile's slots have been read */
 #pragma unroll
     for (int i = 0; i < (kN + kWarpgroup - 1) / kWarpgroup; i++) {
         int32_t token = c.tid + i * kWarpgroup, slot = slots[i] < p.num_slots ? slots[i] : -1;
@@ -263,13 +271,25 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
         c.weights[token] = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
     }
     warpgroup_barrier(c);
-    constexpr int kChunk = kN % 16 == 0 ? 16 : 8;
+    const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
+    const int32_t row = tile.col + c.group * 64 + c.tid / 32 * 16 + c.tid % 32 / 4;
+    /* Registers cannot be indexed: a group of blocks is picked by comparisons, so that the code for it is there once.
+     */
+    constexpr int kBlocks = kN % 32 == 0 ? 4 : kN % 16 == 0 ? 2 : 1;
 #pragma unroll 1
-    for (int chunk = 0; chunk * kChunk < tile.rows; chunk++) {
-        float *staging = c.staging + chunk % 2 * kMaxChunk * kStagingRow;
-        stage_chunk<kN, kChunk>(c, acc, chunk, staging);
-        warpgroup_barrier(c);
-        store_chunk<kChunk>(p, tile, c, chunk, staging);
+    for (int group = 0; group * kBlocks * 8 < tile.rows; group++) {
+        float part[kBlocks][4];
+#pragma unroll
+        for (int i = 0; i < kN / 8 / kBlocks; i++)
+            if (i == group)
+#pragma unroll
+                for (int r = 0; r < kBlocks * 4; r++) part[r / 4][r % 4] = acc[i * kBlocks * 4 + r];
+#pragma unroll
+        for (int j = 0; j < kBlocks; j++)
+            if (p.gated)
+                store_gated(p, tile, c, group * kBlocks + j, row, bias, part[j]);
+            else
+                store_plain(p, tile, c, group * kBlocks + j, row, bias, part[j]);
     }
 }
 
@@ -282,8 +302,6 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, char *shared, co
     consumer_t c;
     c.group = threadIdx.x / kWarpgroup - 1;
     c.tid = threadIdx.x % kWarpgroup;
-    c.shared = shared;
-    c.staging = (float *)(shared + layout::kStaging) + c.group * 2 * kMaxChunk * kStagingRow;
     c.slots = (int32_t *)(shared + layout::kSlots) + c.group * Pipeline::kMaxN;
     c.weights = (float *)(shared + layout::kWeights) + c.group * Pipeline::kMaxN;
     c.base = ptx_shared_address(shared);

@@ -37,6 +37,14 @@ __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t share
                  : "memory");
 }
 
+/* Transposes an 8x8 matrix of 16-bit elements that a warp holds, two neighbours of row lane/4 a thread. */
+__device__ __forceinline__ uint32_t ptx_movmatrix(uint32_t pair)
+{
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
 /* d += a b, 16x8x16, fp32 accumulators. */
 __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                               __nv_bfloat16)

@@ -1,6 +1,7 @@
 #include "tests/gpu_layer_case.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -123,6 +124,19 @@ bool gpu_tokens_free(gpu_tokens_t *tokens)
 
 /* --------------------------------------------------------------------------------------------------------- checks */
 
+/* Tokens are checked by all cores in silence; then the first one that is wrong is checked again, aloud. */
+static bool quiet;
+
+static void complain(const char *format, ...) EPMOEI_PRINTF(1, 2);
+static void complain(const char *format, ...)
+{
+    va_list args;
+    if (quiet) return;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+}
+
 /* What came back, on the host; x and residual as they were before. */
 typedef struct outputs_t {
     const float *logits, *weights;
@@ -142,8 +156,8 @@ static bool check_logits(const oracle_model_t *model, const double *x, const flo
         double error = oracle_error(logits + t * n + e, EPMOE_F32, ref + e, bound + e, 1);
         good = error <= 1;
         if (!good)
-            fprintf(stderr, "token %lld, logit %d is %.9g: expected %.9g (%.3g times what is allowed)\n", (long long)t,
-                    e, (double)logits[t * n + e], ref[e], error);
+            complain("token %lld, logit %d is %.9g: expected %.9g (%.3g times what is allowed)\n", (long long)t, e,
+                     (double)logits[t * n + e], ref[e], error);
     }
     free(ref), free(bound);
     return good;
@@ -151,9 +165,9 @@ static bool check_logits(const oracle_model_t *model, const double *x, const flo
 
 static void print_routing(const char *what, const int32_t *ids, const double *weights, int32_t k)
 {
-    fprintf(stderr, "  %s:", what);
-    for (int32_t j = 0; j < k; j++) fprintf(stderr, " %d (%.7g)", ids[j], weights[j]);
-    fprintf(stderr, "\n");
+    complain("  %s:", what);
+    for (int32_t j = 0; j < k; j++) complain(" %d (%.7g)", ids[j], weights[j]);
+    complain("\n");
 }
 
 /* Ids and weights of token t, from the very logits that the layer's top-k had. */
@@ -176,7 +190,7 @@ static bool check_routing(const oracle_model_t *model, const outputs_t *out, int
     if (good) oracle_weigh(c, row, got, weights);
     for (int32_t j = 0; good && j < k; j++) good = fabs(got_weights[j] - weights[j]) <= 1e-5 * fabs(weights[j]) + 1e-37;
     if (!good) {
-        fprintf(stderr, "token %lld: the routing is wrong (gap %g)\n", (long long)t, gap);
+        complain("token %lld: the routing is wrong (gap %g)\n", (long long)t, gap);
         print_routing("got", got, got_weights, k);
         print_routing("expected", ids, weights, k);
     }
@@ -254,12 +268,23 @@ static bool check_token(const oracle_model_t *model, const outputs_t *out, int64
             double error = oracle_error(at, c->dtype, ref + i, bound + i, 1);
             good = error <= 1;
             if (!good)
-                fprintf(stderr, "y[%lld,%d] is %.9g: expected %.9g (%.3g times what is allowed)\n", (long long)t, i,
-                        (double)epmoei_load(at, c->dtype, 0), ref[i], error);
+                complain("y[%lld,%d] is %.9g: expected %.9g (%.3g times what is allowed)\n", (long long)t, i,
+                         (double)epmoei_load(at, c->dtype, 0), ref[i], error);
         }
     }
     free(row), free(added), free(ref), free(bound);
     return good;
+}
+
+static bool check_tokens(const oracle_model_t *model, const outputs_t *out, int64_t count)
+{
+    int64_t first = count;
+    quiet = true;
+#pragma omp parallel for schedule(dynamic, 1) reduction(min : first)
+    for (int64_t t = 0; t < count; t++)
+        if (!check_token(model, out, t) && t < first) first = t;
+    quiet = false;
+    return first == count || check_token(model, out, first);
 }
 
 static bool untouched(const char *what, const void *device, int64_t first_row, int64_t rows, int64_t row_bytes)
@@ -311,7 +336,7 @@ bool gpu_layer_check(epmoe_layer_t *layer, const oracle_model_t *model, const gp
                            .x = first_x,
                            .residual = has_residual ? first_residual : NULL,
                            .y = got_y};
-    for (int64_t t = 0; good && t < tokens; t++) good = check_token(model, &out, t);
+    good = good && check_tokens(model, &out, tokens);
 
     const char *before = y == device.x ? first_x : y == device.residual ? first_residual : NULL;
     int64_t written = tokens * row_bytes;

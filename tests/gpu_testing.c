@@ -1,6 +1,5 @@
 #include "tests/gpu_testing.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 enum { kGuardBytes = 4096, kMaxBuffers = 256 };

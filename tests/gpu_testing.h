@@ -6,9 +6,18 @@
 #include "base/device.h"
 #include "tests/testing.h"
 
+#include <stdio.h>
+
+/* Criterion says nothing of a test that it skips. */
+#define GPU_TEST_SKIP(...)                                                                                             \
+    do {                                                                                                               \
+        fprintf(stderr, "skipped: " __VA_ARGS__);                                                                      \
+        fputc('\n', stderr);                                                                                           \
+        cr_skip_test(__VA_ARGS__);                                                                                     \
+    } while (0)
 #define GPU_TEST_NEEDS_DEVICE()                                                                                        \
     do {                                                                                                               \
-        if (epmoei_device_count() == 0) cr_skip_test("no device: %s", epmoei_device_absence());                        \
+        if (epmoei_device_count() == 0) GPU_TEST_SKIP("no CUDA device: %s", epmoei_device_absence());                  \
     } while (0)
 
 /* The stream of all work and all copies of a test; made by the first call. */

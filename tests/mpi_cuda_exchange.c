@@ -577,6 +577,9 @@ static void local(void)
     epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
     config.backend = CUDA;
     cudaGetDevice(&config.device);
+    require(epmoe_comm_create(NULL, NULL, &comm));
+    epmoe_comm_destroy(comm);
+    require_true(epmoei_device_current_ordinal() == config.device, "a rank of its own stays on its device");
     require(epmoe_comm_create(NULL, &config, &comm));
     require_true(epmoe_comm_transport(comm) == EPMOE_TRANSPORT_LOCAL && epmoe_comm_ranks_per_device(comm) == 1,
                  "one rank");

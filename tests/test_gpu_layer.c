@@ -172,6 +172,7 @@ static void check_against_cpu(const char *preset, int32_t num_tokens)
     epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
     cr_assert_eq(epmoe_preset_config(preset, &config), EPMOE_OK, "%s", epmoe_last_error());
     config.max_tokens = num_tokens;
+    config.dtype = EPMOE_BF16;
     testing_rng_t rng = testing_rng(testing_seed());
     epmoe_comm_t *comm = NULL;
     epmoe_layer_t *layer = gpu_layer(&config), *reference = cpu_layer(&config, &comm);
@@ -324,7 +325,7 @@ Test(gpu_layer, configs_that_a_device_cannot_run)
     REFUSED(config.intermediate = 12, "intermediate is 12");
     REFUSED(config.shared_intermediate = 4, "shared_intermediate is 4");
     REFUSED(config.dtype = EPMOE_F32, "f32");
-    REFUSED(config.weight_format = EPMOE_FORMAT_F32, "f32");
+    REFUSED(config.weight_format = EPMOE_FORMAT_F32, "fp32");
 #undef REFUSED
     cr_assert_eq(epmoei_alloc_live(), live);
 }

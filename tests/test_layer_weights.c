@@ -1,6 +1,6 @@
 /* Weights of a layer: copies, borrowed matrices, replacements, the random generator; what memory it all takes. */
 #include "moe/layer.h"
-#include "moe/random_weights.h"
+#include "kernels/random_weights.h"
 #include "comm/ep_plan.h"
 #include "tests/layer_case.h"
 

@@ -1,6 +1,5 @@
 #include "tools/tool_check.h"
 
-#include "base/device.h"
 #include "base/dtype.h"
 #include "moe/checkpoint.h"
 #include "tools/tool_util.h"
@@ -109,79 +108,9 @@ static void report_item(check_t *check, int32_t layer, const char *part, const c
 
 /* ------------------------------------------------------------------------------------------------------- one layer */
 
-/* One rank's rows of a layer. */
-typedef struct rows_t {
-    void *x;
-    void *y;
-    float *logits;
-    float *weights;
-    int32_t *ids;
-    int64_t bytes; /* of all of it, as laid out */
-} rows_t;
-
-/* Buffers of one layer: this rank's share, and after the gathering those of all tokens. */
-typedef struct share_t {
-    int32_t chunk;    /* rows per rank, the last ones partly or wholly empty */
-    int32_t count;    /* rows of this rank */
-    rows_t computed;  /* in the backend's memory */
-    rows_t own;       /* the same on the host */
-    rows_t all;       /* of every rank; no x */
-    float *all_y_f32; /* all.y, converted */
-    bool *left_out;
-    float *selection_bias;
-    void *computed_memory;
-    void *host_memory;
-} share_t;
-
-static void carve_rows(epmoei_arena_t *arena, const epmoe_layer_config_t *config, int64_t count, bool has_x,
-                       rows_t *rows)
-{
-    int64_t start = arena->used, row_bytes = (int64_t)config->hidden * epmoe_dtype_size(config->dtype);
-    int64_t experts = config->num_experts, k = experts ? config->top_k : 0;
-    rows->x = has_x ? epmoei_carve(arena, count * row_bytes) : NULL;
-    rows->y = epmoei_carve(arena, count * row_bytes);
-    rows->logits = epmoei_carve(arena, count * experts * 4);
-    rows->weights = epmoei_carve(arena, count * k * 4);
-    rows->ids = epmoei_carve(arena, count * k * 4);
-    rows->bytes = arena->used - start;
-}
-
-static void carve_host(epmoei_arena_t *arena, const epmoe_layer_config_t *config, int32_t ranks, share_t *share)
-{
-    int64_t all = (int64_t)share->chunk * ranks;
-    carve_rows(arena, config, share->chunk, true, &share->own);
-    carve_rows(arena, config, all, false, &share->all);
-    share->all_y_f32 = epmoei_carve(arena, all * config->hidden * 4);
-    share->left_out = epmoei_carve(arena, all * (int64_t)sizeof(bool));
-    share->selection_bias = epmoei_carve(arena, (int64_t)config->num_experts * 4);
-}
-
-/* computed and own have one layout, so that one copy moves all of it. */
-static epmoe_status_t make_share(const check_t *check, const epmoe_layer_config_t *config, share_t *share)
-{
-    epmoei_arena_t host = {0}, computed = {0};
-    carve_host(&host, config, check->program->size, share);
-    carve_rows(&computed, config, share->chunk, true, &share->computed);
-    EPMOEI_CHECK(epmoei_alloc_for(&share->host_memory, host.used, "the rows of a layer"));
-    EPMOEI_CHECK(
-        epmoei_memory_alloc(check->backend, &share->computed_memory, computed.used, "this rank's rows of a layer"));
-    memset(share->host_memory, 0, (size_t)host.used);
-    host = (epmoei_arena_t){share->host_memory, 0};
-    computed = (epmoei_arena_t){share->computed_memory, 0};
-    carve_host(&host, config, check->program->size, share);
-    carve_rows(&computed, config, share->chunk, true, &share->computed);
-    return EPMOE_OK;
-}
-
-static void free_share(const check_t *check, share_t *share)
-{
-    epmoei_memory_free(check->backend, share->computed_memory);
-    epmoei_free(share->host_memory);
-}
-
 /* What a rank does alone before the first collective call of a layer. */
 static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe_layer_config_t *config,
-                              golden_values_t *values, share_t *share)
+                              golden_values_t *values, check_share_t *share)
 {
     program_t *program = check->program;
     EPMOEI_CHECK(epmoe_checkpoint_layer_config(check->checkpoint, layer->layer, config));
@@ -192,11 +121,10 @@ static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe
     share->count = (int32_t)epmoei_min64(share->chunk, values->num_tokens - first);
     config->max_tokens = share->count > 0 ? share->count : 1;
 
-    EPMOEI_CHECK(make_share(check, config, share));
+    EPMOEI_CHECK(check_share_make(share, check->backend, config, program->size));
     epmoei_from_f32(share->own.x, values->in + first * config->hidden, config->dtype,
                     (int64_t)share->count * config->hidden);
-    EPMOEI_CHECK(
-        epmoei_memory_copy(check->backend, share->computed_memory, share->host_memory, share->computed.bytes, NULL));
+    EPMOEI_CHECK(check_share_send(share));
 
     epmoei_layer_source_t source;
     EPMOEI_CHECK(epmoei_checkpoint_layer_source(check->checkpoint, layer->layer, &source));
@@ -206,28 +134,12 @@ static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe
     return EPMOE_OK;
 }
 
-/* Every rank gets the rows of all ranks, in order: the last share is padded, so the padding is at the end. */
-static epmoe_status_t gather(epmoe_comm_t *comm, const share_t *share, const void *own, void *all, int64_t row_bytes)
-{
-    if (!row_bytes) return EPMOE_OK;
-    return epmoe_comm_all_gather(comm, own, all, share->chunk * row_bytes);
-}
-
-/* Brings what was computed to the host. */
-static epmoe_status_t bring_home(const check_t *check, const share_t *share)
-{
-    EPMOEI_CHECK(
-        epmoei_memory_copy(check->backend, share->host_memory, share->computed_memory, share->computed.bytes, NULL));
-    EPMOEI_CHECK(epmoei_stream_wait(check->backend, NULL));
-    return check->backend == EPMOE_BACKEND_CUDA ? epmoei_error_word_check() : EPMOE_OK;
-}
-
 static epmoe_status_t run_layer(check_t *check, epmoe_layer_t *layer, const golden_layer_t *golden,
-                                const epmoe_layer_config_t *config, share_t *share)
+                                const epmoe_layer_config_t *config, check_share_t *share)
 {
     epmoe_comm_t *comm = check->program->comm;
     EPMOEI_CHECK(epmoe_layer_load_checkpoint(layer, check->checkpoint, golden->layer, NULL));
-    const rows_t *computed = &share->computed, *own = &share->own, *all = &share->all;
+    const check_rows_t *computed = &share->computed;
     epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
     args.num_tokens = share->count;
     args.x = computed->x;
@@ -238,20 +150,13 @@ static epmoe_status_t run_layer(check_t *check, epmoe_layer_t *layer, const gold
         args.weights_out = computed->weights;
     }
     EPMOEI_CHECK(epmoe_layer_forward_args(layer, &args, NULL));
-    EPMOEI_CHECK(epmoe_comm_agree(comm, bring_home(check, share)));
-
-    int64_t hidden = config->hidden, experts = config->num_experts, k = experts ? config->top_k : 0;
-    EPMOEI_CHECK(gather(comm, share, own->y, all->y, hidden * epmoe_dtype_size(config->dtype)));
-    EPMOEI_CHECK(gather(comm, share, own->logits, all->logits, experts * 4));
-    EPMOEI_CHECK(gather(comm, share, own->weights, all->weights, k * 4));
-    EPMOEI_CHECK(gather(comm, share, own->ids, all->ids, k * 4));
-    epmoei_to_f32(share->all_y_f32, all->y, config->dtype, (int64_t)share->chunk * check->program->size * hidden);
-    return EPMOE_OK;
+    EPMOEI_CHECK(epmoe_comm_agree(comm, check_share_bring_home(share)));
+    return check_share_gather(share, comm, config);
 }
 
 /* Every rank has all outputs and judges them alike; rank 0 reports. */
 static void judge(check_t *check, int32_t layer, const epmoe_layer_config_t *config, const golden_values_t *values,
-                  const share_t *share)
+                  const check_share_t *share)
 {
     check_outputs_t outputs = {share->all_y_f32, share->all.logits, share->all.weights, share->all.ids};
     check_result_t router = {.ids_equal = true}, moe;
@@ -271,7 +176,7 @@ static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
     epmoe_comm_t *comm = check->program->comm;
     epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
     golden_values_t values = {0};
-    share_t share = {0};
+    check_share_t share = {0};
     epmoe_layer_t *layer = NULL;
     epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share));
     if (status == EPMOE_OK) status = epmoe_layer_create(&config, comm, &layer);
@@ -279,7 +184,7 @@ static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
     if (status == EPMOE_OK) judge(check, golden->layer, &config, &values, &share);
     epmoe_layer_destroy(layer);
     golden_values_free(&values);
-    free_share(check, &share);
+    check_share_free(&share);
     return status;
 }
 
@@ -299,6 +204,7 @@ static epmoe_status_t check_all(check_t *check)
     program_t *program = check->program;
     epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
     config.backend = check->backend;
+    config.device = -1;
     config.timeout_s = check->timeout_s;
     EPMOEI_CHECK(program_connect(program, &config));
     EPMOEI_CHECK(epmoe_comm_agree(program->comm, open_files(check)));

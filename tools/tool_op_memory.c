@@ -52,7 +52,8 @@ static epmoe_status_t bring_home(op_context_t *context, int32_t i)
 epmoe_status_t op_finish(op_context_t *context)
 {
     EPMOEI_CHECK(epmoei_stream_wait(context->backend, STREAM));
-    if (context->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_error_word_check());
+    epmoe_status_t found = context->backend == EPMOE_BACKEND_CUDA ? epmoei_error_word_check() : EPMOE_OK;
+    if (found != EPMOE_OK) return epmoei_fail_context(found, "op %s", context->op->name);
     for (int32_t i = 0; i < context->num_outputs; i++) EPMOEI_CHECK(bring_home(context, i));
     return epmoei_stream_wait(context->backend, STREAM);
 }
