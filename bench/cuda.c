@@ -1,5 +1,7 @@
 #include "bench/cuda.h"
 
+#include "bench/stats.h"
+
 #include "base/device.h"
 
 #if EPMOE_HAVE_CUDA
@@ -106,14 +108,13 @@ static epmoe_status_t run_once(const cuda_t *cuda, const cuda_timing_t *timing, 
     return EPMOE_OK;
 }
 
-/* From the events of one run: stages end in whatever order they ran, and those that did not run have no time. */
+/* From the events of one run; those of stages that it did not have were never recorded, or in an earlier run. */
 static epmoe_status_t read_stages(void *const *events, double *us)
 {
     double ends[EPMOE_STAGE_COUNT];
     for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) {
         float ms = 0;
         cudaError_t error = cudaEventElapsedTime(&ms, events[EPMOE_STAGE_COUNT], events[s]);
-        us[s] = 0;
         ends[s] = -1;
         if (error == cudaErrorInvalidResourceHandle) {
             cudaGetLastError(); /* never recorded */
@@ -122,13 +123,7 @@ static epmoe_status_t read_stages(void *const *events, double *us)
         EPMOEI_CUDA(error);
         ends[s] = 1e3 * (double)ms;
     }
-    for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) {
-        double before = 0;
-        for (int32_t other = 0; other < EPMOE_STAGE_COUNT; other++)
-            if (other != s && ends[other] > before && (ends[other] < ends[s] || (ends[other] == ends[s] && other < s)))
-                before = ends[other];
-        if (ends[s] >= 0) us[s] = ends[s] - before;
-    }
+    stats_stages(ends, us);
     return EPMOE_OK;
 }
 

@@ -39,6 +39,9 @@ typedef struct op_kind_t {
     int64_t (*judge)(const op_job_t *job, double *worst);
 } op_kind_t;
 
+extern const op_kind_t op_topk, op_align, op_permute, op_unpermute; /* op_rows.c */
+extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;    /* op_math.c */
+
 struct op_job_t {
     const bench_t *bench;
     const op_kind_t *kind;
@@ -61,5 +64,26 @@ epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_to
 /* A cuda_timed_fn on a job. */
 epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events);
 void op_job_destroy(op_job_t *job);
+
+/* For the kinds. Memory of the job, freed with it; the library finds it where op_twin says. */
+epmoe_status_t op_take(op_job_t *job, void **pointer, int64_t bytes);
+/* For the reference alone. */
+epmoe_status_t op_take_host(op_job_t *job, void **pointer, int64_t bytes);
+/* `stream` keeps the arrays of a job apart. */
+epmoe_status_t op_take_random(op_job_t *job, void **pointer, epmoe_dtype_t dtype, int64_t count, int32_t stream,
+                              float scale);
+/* The library's output goes to *out; run_reference finds its own in outputs[].ref. */
+epmoe_status_t op_take_output(op_job_t *job, void **out, epmoe_dtype_t dtype, int64_t rows, int64_t cols);
+/* [T,k] as the options' routing draws them. */
+epmoe_status_t op_take_ids(op_job_t *job, int32_t **ids);
+/* The slots in expert order without padding, for the ops that follow align. */
+typedef struct op_order_t {
+    int32_t *sorted_ids; /* [T*k] */
+    int32_t *num_rows;   /* [1] */
+    int32_t *offsets;    /* [E+1] */
+} op_order_t;
+epmoe_status_t op_take_order(op_job_t *job, op_order_t *order);
+/* Where the library finds what the bench has at `host`. */
+void *op_twin(const op_job_t *job, const void *host);
 
 #endif

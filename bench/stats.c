@@ -32,3 +32,15 @@ int64_t stats_count_wrong(const double *out, const double *ref, int64_t n, doubl
     }
     return wrong;
 }
+
+void stats_stages(const double *ends, double *times)
+{
+    for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) {
+        double before = 0;
+        for (int32_t other = 0; other < EPMOE_STAGE_COUNT; other++) {
+            bool earlier = ends[other] < ends[s] || (ends[other] == ends[s] && other < s);
+            if (earlier && ends[other] > before) before = ends[other];
+        }
+        times[s] = ends[s] >= 0 ? ends[s] - before : 0;
+    }
+}

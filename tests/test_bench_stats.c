@@ -44,3 +44,27 @@ Test(bench_stats, median)
     cr_assert_eq(even[0], 1);
     cr_assert_eq(even[3], 10);
 }
+
+Test(bench_stats, stages_follow_one_another_in_the_order_of_their_ends)
+{
+    double ends[EPMOE_STAGE_COUNT], times[EPMOE_STAGE_COUNT];
+    for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) ends[s] = -1;
+    stats_stages(ends, times);
+    for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) cr_assert_eq(times[s], 0);
+
+    /* The shared expert, the last of the list, runs second; align ends with it; act and dispatch do not run. */
+    ends[EPMOE_STAGE_ROUTER] = 5;
+    ends[EPMOE_STAGE_SHARED] = 9;
+    ends[EPMOE_STAGE_ALIGN] = 9;
+    ends[EPMOE_STAGE_GEMM1] = 30;
+    ends[EPMOE_STAGE_GEMM2] = 42.5;
+    ends[EPMOE_STAGE_COMBINE] = 44;
+    ends[EPMOE_STAGE_DISPATCH] = -7;
+    stats_stages(ends, times);
+    cr_assert_eq(times[EPMOE_STAGE_ROUTER], 5);
+    cr_assert_eq(times[EPMOE_STAGE_ALIGN] + times[EPMOE_STAGE_SHARED], 4);
+    cr_assert_eq(times[EPMOE_STAGE_GEMM1], 21);
+    cr_assert_eq(times[EPMOE_STAGE_GEMM2], 12.5);
+    cr_assert_eq(times[EPMOE_STAGE_COMBINE], 1.5);
+    cr_assert_eq(times[EPMOE_STAGE_ACT] + times[EPMOE_STAGE_DISPATCH], 0);
+}
