@@ -71,6 +71,12 @@ const epmoei_device_info_t *epmoei_device_current(void)
     return epmoei_device_info(device);
 }
 
+int32_t epmoei_device_current_ordinal(void)
+{
+    const epmoei_device_info_t *device = epmoei_device_current();
+    return device ? (int32_t)(device - infos) : -1;
+}
+
 epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what)
 {
     if (cuda_error == cudaSuccess) return EPMOE_OK;
@@ -176,7 +182,9 @@ bool epmoei_stream_is_capturing(epmoe_backend_t backend, epmoe_stream_t stream)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (backend != EPMOE_BACKEND_CUDA) return false;
-    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) cudaGetLastError();
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error != cudaSuccess) cudaGetLastError();
+    if (error == cudaErrorStreamCaptureImplicit) return true;
     return capture != cudaStreamCaptureStatusNone;
 }
 
@@ -198,6 +206,29 @@ epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    EPMOEI_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    return EPMOE_OK;
+}
+
+void epmoei_event_destroy(epmoei_event_t event)
+{
+    if (event && cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();
+}
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    cudaError_t error = cudaEventQuery(event);
+    *passed = error != cudaErrorNotReady;
+    if (error == cudaErrorNotReady) {
+        cudaGetLastError(); /* or the next launch check finds it */
+        return EPMOE_OK;
+    }
+    return epmoei_cuda_status((int32_t)error, "cudaEventQuery");
+}
+
 static volatile int32_t *find_error_word(void)
 {
     int device = -1;
@@ -217,10 +248,14 @@ static volatile int32_t *find_error_word(void)
 
 int32_t *epmoei_error_word(void) { return (int32_t *)(uintptr_t)find_error_word(); }
 
+static _Thread_local int32_t holds;
+
+void epmoei_error_word_hold(int32_t change) { holds += change; }
+
 epmoe_status_t epmoei_error_word_check(void)
 {
     volatile int32_t *word = find_error_word();
-    if (!word || *word == 0) return EPMOE_OK;
+    if (!word || *word == 0 || holds) return EPMOE_OK;
     int32_t count = __atomic_exchange_n((int32_t *)(uintptr_t)word, 0, __ATOMIC_RELAXED);
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                        "%d ids or positions of earlier calls on this device were out of range and were skipped", count);
@@ -236,6 +271,7 @@ const epmoei_device_info_t *epmoei_device_info(int32_t device)
     return NULL;
 }
 const epmoei_device_info_t *epmoei_device_current(void) { return NULL; }
+int32_t epmoei_device_current_ordinal(void) { return -1; }
 
 static epmoe_status_t no_cuda(void) { return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s", epmoei_device_absence()); }
 
@@ -317,7 +353,23 @@ epmoe_status_t epmoei_event_record(void *event, epmoe_stream_t stream)
     return no_cuda();
 }
 
+epmoe_status_t epmoei_event_create(epmoei_event_t *event)
+{
+    *event = NULL;
+    return no_cuda();
+}
+
+void epmoei_event_destroy(epmoei_event_t event) { (void)event; }
+
+epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed)
+{
+    (void)event;
+    *passed = true;
+    return no_cuda();
+}
+
 int32_t *epmoei_error_word(void) { return NULL; }
 epmoe_status_t epmoei_error_word_check(void) { return EPMOE_OK; }
+void epmoei_error_word_hold(int32_t change) { (void)change; }
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef EPMOE_BENCH_BENCH_H
 #define EPMOE_BENCH_BENCH_H
 
+#include "bench/buffer.h"
 #include "bench/ceilings.h"
 #include "bench/options.h"
 #include "bench/reference.h"
@@ -12,6 +13,10 @@ typedef struct bench_t {
     const options_t *options;
     const char *model; /* the preset's or the checkpoint's name */
     epmoe_backend_t backend;
+    cuda_t cuda; /* of the CUDA backend */
+    bool graph;
+    int32_t iters;
+    int32_t warmup;
     epmoe_checkpoint_t *checkpoint; /* NULL: random weights */
     epmoe_layer_config_t config;
     epmoe_layer_t *layer;
@@ -22,21 +27,32 @@ typedef struct bench_t {
     int64_t weight_bytes; /* of this rank */
 } bench_t;
 
-/* Buffers of this rank. */
+/* As --backend and --dtype spell them. */
+static inline const char *bench_backend_name(const bench_t *bench)
+{
+    return bench->backend == EPMOE_BACKEND_CUDA ? "cuda" : "cpu";
+}
+
+static inline const char *bench_dtype_name(const bench_t *bench)
+{
+    epmoe_dtype_t dtype = bench->config.dtype;
+    return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
+}
+
+/* What one rank has of a case. */
 typedef struct bench_case_t {
     int32_t *tokens; /* [size] */
     int32_t num_tokens;
     int64_t first_token; /* global index of this rank's first */
     int64_t total_tokens;
-    void *x;             /* [T,d] */
-    char *y_guarded;     /* a guard band, y, a guard band */
-    char *y;             /* [T,d] */
-    void *y_checked;     /* [T,d]: y of the run that is checked */
     int32_t *forced_ids; /* [T,k] or NULL */
-    float *logits;       /* [T,E] forced, or NULL */
-    float *logits_out;   /* [T,E] */
-    int32_t *ids;        /* [T,k] that the layer chose */
-    float *weights;      /* [T,k] */
+    buffer_t x;          /* [T,d] */
+    buffer_t y;          /* [T,d] */
+    buffer_t logits;     /* [T,E] forced, not made otherwise */
+    buffer_t logits_out; /* [T,E] */
+    buffer_t ids;        /* [T,k] that the layer chose */
+    buffer_t weights;    /* [T,k] */
+    void *y_checked;     /* [T,d]: y of the run that is checked */
     double *times;       /* [iters]: us, of the slowest rank after case_run */
     double *stage_times; /* [iters,EPMOE_STAGE_COUNT] */
 } bench_case_t;
@@ -58,8 +74,6 @@ typedef struct case_result_t {
     double max_rel_err;
 } case_result_t;
 
-#define BENCH_GUARD_BYTES 4096
-
 /* Collective, as everything below: all ranks succeed or all get an error. */
 epmoe_status_t case_create(bench_case_t *made, const bench_t *bench, int32_t index);
 void case_destroy(bench_case_t *made);
@@ -72,7 +86,7 @@ epmoe_status_t case_verify(const bench_case_t *made, const bench_t *bench, case_
 
 /* Row [d] of x of a global token, whichever rank has it, as rounded to the layer's dtype. */
 void case_input_row(const bench_t *bench, int64_t token, double *row);
-/* How many of the checked buffer's guard bytes changed. */
-int64_t case_guards_changed(const bench_case_t *made, const bench_t *bench);
+/* How many guard bytes around its buffers changed. */
+int64_t case_guards_changed(const bench_case_t *made);
 
 #endif

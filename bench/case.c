@@ -3,13 +3,12 @@
 #include "bench/random.h"
 #include "bench/stats.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 
 #include <math.h>
 #include <string.h>
 #include <time.h>
-
-#define POISON 0xFF /* NaN in every float type, -1 as an id */
 
 void case_input_row(const bench_t *bench, int64_t token, double *row)
 {
@@ -35,11 +34,12 @@ static epmoe_status_t fill_input(bench_case_t *made, const bench_t *bench)
         for (int32_t t = 0; t < made->num_tokens; t++) {
             if (!row) continue;
             case_input_row(bench, made->first_token + t, row);
-            for (int64_t c = 0; c < d; c++) epmoei_store(made->x, bench->config.dtype, t * d + c, (float)row[c]);
+            for (int64_t c = 0; c < d; c++) epmoei_store(made->x.host, bench->config.dtype, t * d + c, (float)row[c]);
         }
         epmoei_free(row);
     }
-    return failed ? epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "%lld bytes for an input row", (long long)d * 8) : EPMOE_OK;
+    if (failed) return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "%lld bytes for an input row", (long long)d * 8);
+    return buffer_upload(&made->x);
 }
 
 static int64_t output_bytes(const bench_case_t *made, const bench_t *bench)
@@ -49,21 +49,18 @@ static int64_t output_bytes(const bench_case_t *made, const bench_t *bench)
 
 static epmoe_status_t allocate(bench_case_t *made, const bench_t *bench)
 {
+    epmoe_backend_t backend = bench->backend;
     int64_t tokens = made->num_tokens, slots = tokens * bench->config.top_k, bytes = output_bytes(made, bench);
-    int64_t logits = tokens * bench->config.num_experts, iters = bench->options->iters;
-    EPMOEI_CHECK(epmoei_alloc_for(&made->x, bytes, "x"));
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&made->y_guarded, bytes + 2 * BENCH_GUARD_BYTES, "y"));
-    made->y = made->y_guarded + BENCH_GUARD_BYTES;
+    int64_t logits = tokens * bench->config.num_experts, iters = bench->iters;
+    EPMOEI_CHECK(buffer_create(&made->x, backend, bytes, "x"));
+    EPMOEI_CHECK(buffer_create(&made->y, backend, bytes, "y"));
+    EPMOEI_CHECK(buffer_create(&made->logits_out, backend, logits * 4, "logits"));
+    EPMOEI_CHECK(buffer_create(&made->ids, backend, slots * 4, "ids"));
+    EPMOEI_CHECK(buffer_create(&made->weights, backend, slots * 4, "weights"));
     EPMOEI_CHECK(epmoei_alloc_for(&made->y_checked, bytes, "y"));
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&made->logits_out, logits * 4, "logits"));
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&made->ids, slots * 4, "ids"));
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&made->weights, slots * 4, "weights"));
     EPMOEI_CHECK(epmoei_alloc_for((void **)&made->times, iters * 8, "times"));
     EPMOEI_CHECK(epmoei_alloc_for((void **)&made->stage_times, iters * EPMOE_STAGE_COUNT * 8, "times"));
-    memset(made->y_guarded, POISON, (size_t)(bytes + 2 * BENCH_GUARD_BYTES));
-    memset(made->logits_out, POISON, (size_t)logits * 4);
-    memset(made->ids, POISON, (size_t)slots * 4);
-    memset(made->weights, POISON, (size_t)slots * 4);
+    memset(made->stage_times, 0, (size_t)iters * EPMOE_STAGE_COUNT * 8);
     return EPMOE_OK;
 }
 
@@ -72,10 +69,12 @@ static epmoe_status_t force_routing(bench_case_t *made, const bench_t *bench)
     int64_t tokens = made->num_tokens;
     if (bench->routing.kind == ROUTING_ROUTER) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_alloc_for((void **)&made->forced_ids, tokens * bench->config.top_k * 4, "forced ids"));
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&made->logits, tokens * bench->config.num_experts * 4, "forced logits"));
+    EPMOEI_CHECK(buffer_create(&made->logits, bench->backend, tokens * bench->config.num_experts * 4, "forced logits"));
     EPMOEI_CHECK(
         routing_draw(&bench->routing, made->total_tokens, made->first_token, made->num_tokens, made->forced_ids));
-    return routing_logits(&bench->routing, made->first_token, made->num_tokens, made->forced_ids, made->logits);
+    EPMOEI_CHECK(
+        routing_logits(&bench->routing, made->first_token, made->num_tokens, made->forced_ids, made->logits.host));
+    return buffer_upload(&made->logits);
 }
 
 epmoe_status_t case_create(bench_case_t *made, const bench_t *bench, int32_t index)
@@ -100,31 +99,29 @@ epmoe_status_t case_create(bench_case_t *made, const bench_t *bench, int32_t ind
 void case_destroy(bench_case_t *made)
 {
     epmoei_free(made->tokens);
-    epmoei_free(made->x);
-    epmoei_free(made->y_guarded);
-    epmoei_free(made->y_checked);
     epmoei_free(made->forced_ids);
-    epmoei_free(made->logits);
-    epmoei_free(made->logits_out);
-    epmoei_free(made->ids);
-    epmoei_free(made->weights);
+    buffer_destroy(&made->x);
+    buffer_destroy(&made->y);
+    buffer_destroy(&made->logits);
+    buffer_destroy(&made->logits_out);
+    buffer_destroy(&made->ids);
+    buffer_destroy(&made->weights);
+    epmoei_free(made->y_checked);
     epmoei_free(made->times);
     epmoei_free(made->stage_times);
     *made = (bench_case_t){0};
 }
 
-int64_t case_guards_changed(const bench_case_t *made, const bench_t *bench)
+int64_t case_guards_changed(const bench_case_t *made)
 {
-    const unsigned char *before = (const unsigned char *)made->y_guarded;
-    const unsigned char *after = (const unsigned char *)made->y + output_bytes(made, bench);
-    int64_t changed = 0;
-    for (int32_t i = 0; i < BENCH_GUARD_BYTES; i++) changed += (before[i] != POISON) + (after[i] != POISON);
-    return changed;
+    return buffer_guards_changed(&made->x) + buffer_guards_changed(&made->y) + buffer_guards_changed(&made->logits) +
+           buffer_guards_changed(&made->logits_out) + buffer_guards_changed(&made->ids) +
+           buffer_guards_changed(&made->weights);
 }
 
 static epmoe_status_t summarise(bench_case_t *made, const bench_t *bench, case_result_t *result)
 {
-    int32_t iters = bench->options->iters;
+    int32_t iters = bench->iters;
     EPMOEI_CHECK(bench_max(bench->program->comm, made->times, iters));
     EPMOEI_CHECK(bench_max(bench->program->comm, made->stage_times, (int64_t)iters * EPMOE_STAGE_COUNT));
     double *column = NULL;
@@ -142,35 +139,93 @@ done:
     return status;
 }
 
-epmoe_status_t case_run(bench_case_t *made, const bench_t *bench, case_result_t *result)
-{
-    const options_t *options = bench->options;
-    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
-    args.num_tokens = made->num_tokens;
-    args.x = made->x;
-    args.y = made->y;
-    args.logits = made->logits;
-    epmoe_forward_args_t checked = args;
-    checked.logits_out = made->logits_out;
-    checked.ids_out = made->ids;
-    checked.weights_out = made->weights;
-    EPMOEI_CHECK(epmoe_layer_forward_args(bench->layer, &checked, NULL));
-    memcpy(made->y_checked, made->y, (size_t)output_bytes(made, bench));
+typedef struct forward_t {
+    const bench_t *bench;
+    epmoe_forward_args_t args;
+} forward_t;
 
-    bool sleeps = options->inject_sleep_rank == bench->program->rank;
-    struct timespec nap = {options->inject_sleep_ms / 1000, options->inject_sleep_ms % 1000 * 1000000L};
-    for (int32_t i = -options->warmup; i < options->iters; i++) {
+static epmoe_status_t run_forward(void *ctx, epmoe_stream_t stream, void *const *events)
+{
+    const forward_t *forward = ctx;
+    epmoe_forward_args_t args = forward->args;
+    args.stage_events = events;
+    return epmoe_layer_forward_args(forward->bench->layer, &args, stream);
+}
+
+/* The run that is checked: never a graph, and with the router's outputs. */
+static epmoe_status_t run_checked(bench_case_t *made, const bench_t *bench, const forward_t *forward)
+{
+    forward_t checked = *forward;
+    checked.args.logits_out = made->logits_out.run;
+    checked.args.ids_out = made->ids.run;
+    checked.args.weights_out = made->weights.run;
+    EPMOEI_CHECK(run_forward(&checked, bench->cuda.stream, NULL));
+    EPMOEI_CHECK(epmoei_stream_wait(bench->backend, bench->cuda.stream));
+    buffer_t *const outputs[] = {&made->y, &made->logits_out, &made->ids, &made->weights};
+    for (size_t i = 0; i < sizeof outputs / sizeof outputs[0]; i++) EPMOEI_CHECK(buffer_download(outputs[i]));
+    memcpy(made->y_checked, made->y.host, (size_t)made->y.bytes);
+    return buffer_poison(&made->y);
+}
+
+static epmoe_status_t time_cpu(bench_case_t *made, const bench_t *bench, forward_t *forward, const struct timespec *nap)
+{
+    for (int32_t i = -bench->warmup; i < bench->iters; i++) {
         double stage_us[EPMOE_STAGE_COUNT] = {0};
-        args.stage_us = stage_us;
+        forward->args.stage_us = stage_us;
         ceilings_flush(&bench->ceilings);
         EPMOEI_CHECK(epmoe_comm_agree(bench->program->comm, EPMOE_OK));
         double start = epmoei_now_seconds();
-        if (sleeps) nanosleep(&nap, NULL);
-        EPMOEI_CHECK(epmoe_layer_forward_args(bench->layer, &args, NULL));
+        if (nap) nanosleep(nap, NULL);
+        EPMOEI_CHECK(run_forward(forward, NULL, NULL));
         double us = 1e6 * (epmoei_now_seconds() - start);
         if (i < 0) continue;
         made->times[i] = us;
         memcpy(made->stage_times + (int64_t)i * EPMOE_STAGE_COUNT, stage_us, sizeof stage_us);
     }
+    return EPMOE_OK;
+}
+
+/* y of the last timed run, and the guard bands of what it read. */
+static epmoe_status_t download_timed(bench_case_t *made)
+{
+    EPMOEI_CHECK(epmoei_error_word_check());
+    EPMOEI_CHECK(buffer_download(&made->y));
+    EPMOEI_CHECK(buffer_download(&made->x));
+    return buffer_download(&made->logits);
+}
+
+static epmoe_status_t time_cuda(bench_case_t *made, const bench_t *bench, forward_t *forward,
+                                const struct timespec *nap)
+{
+    cuda_timing_t timing = {.run = run_forward,
+                            .ctx = forward,
+                            .graph = bench->graph,
+                            .flush = true,
+                            .warmup = bench->warmup,
+                            .iters = bench->iters,
+                            .comm = bench->program->comm,
+                            .nap = nap};
+    EPMOEI_CHECK(cuda_time(&bench->cuda, &timing, made->times));
+    epmoe_status_t status = download_timed(made);
+    EPMOEI_CHECK(epmoe_comm_agree(bench->program->comm, status));
+    return cuda_time_stages(&bench->cuda, &timing, made->stage_times);
+}
+
+epmoe_status_t case_run(bench_case_t *made, const bench_t *bench, case_result_t *result)
+{
+    const options_t *options = bench->options;
+    forward_t forward = {.bench = bench, .args = EPMOE_FORWARD_ARGS_INIT};
+    forward.args.num_tokens = made->num_tokens;
+    forward.args.x = made->x.run;
+    forward.args.y = made->y.run;
+    forward.args.logits = made->logits.run;
+    EPMOEI_CHECK(epmoe_comm_agree(bench->program->comm, run_checked(made, bench, &forward)));
+
+    struct timespec nap = {options->inject_sleep_ms / 1000, options->inject_sleep_ms % 1000 * 1000000L};
+    const struct timespec *own_nap = options->inject_sleep_rank == bench->program->rank ? &nap : NULL;
+    if (bench->backend == EPMOE_BACKEND_CUDA)
+        EPMOEI_CHECK(time_cuda(made, bench, &forward, own_nap));
+    else
+        EPMOEI_CHECK(time_cpu(made, bench, &forward, own_nap));
     return summarise(made, bench, result);
 }

@@ -2,6 +2,8 @@
 
 #include "bench/agree.h"
 
+#include "base/device.h"
+
 #include <cblas.h>
 #include <math.h>
 #include <sched.h>
@@ -19,6 +21,7 @@ typedef struct machine_info_t {
     char host[256];
     cpu_set_t cores;
     int32_t num_threads;
+    unsigned char uuid[16]; /* of the device, zero on the CPU */
 } machine_info_t;
 
 static volatile uint64_t read_sink; /* keeps the reads alive */
@@ -40,7 +43,24 @@ static void read_all(const uint64_t *buffer, int64_t bytes)
 
 void ceilings_flush(const ceilings_t *ceilings) { read_all(ceilings->buffer, ceilings->flush_bytes); }
 
-static epmoe_status_t find_machines(ceilings_t *ceilings, const program_t *program)
+static bool same_device(const machine_info_t *a, const machine_info_t *b)
+{
+    return !strcmp(a->host, b->host) && !memcmp(a->uuid, b->uuid, sizeof a->uuid);
+}
+
+/* Who shares a device: the physical one, whatever ordinal each rank sees it under. */
+static void find_devices(ceilings_t *ceilings, const machine_info_t *all, int32_t size)
+{
+    for (int32_t r = 0; r < size; r++) {
+        int32_t first = 0, ranks = 0;
+        while (!same_device(&all[first], &all[r])) first++;
+        ceilings->domain[r] = first;
+        for (int32_t i = 0; i < size; i++) ranks += same_device(&all[i], &all[r]);
+        ceilings->ranks_per_device = ranks > ceilings->ranks_per_device ? ranks : ceilings->ranks_per_device;
+    }
+}
+
+static epmoe_status_t find_machines(ceilings_t *ceilings, const program_t *program, bool cuda)
 {
     epmoe_status_t status = EPMOE_OK;
     int32_t size = program->size;
@@ -48,8 +68,9 @@ static epmoe_status_t find_machines(ceilings_t *ceilings, const program_t *progr
     gethostname(own.host, sizeof own.host - 1);
     CPU_ZERO(&own.cores);
     sched_getaffinity(0, sizeof own.cores, &own.cores);
+    if (cuda) memcpy(own.uuid, epmoei_device_current()->uuid, sizeof own.uuid);
     status = epmoei_alloc_for((void **)&all, size * (int64_t)sizeof own, "machines");
-    if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&ceilings->machine, size * (int64_t)4, "machines");
+    if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&ceilings->domain, size * (int64_t)4, "machines");
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, status), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_all_gather(program->comm, &own, all, sizeof own), done);
     for (int32_t r = 0; r < size; r++) {
@@ -57,7 +78,7 @@ static epmoe_status_t find_machines(ceilings_t *ceilings, const program_t *progr
         cpu_set_t cores;
         CPU_ZERO(&cores);
         while (strcmp(all[first].host, all[r].host)) first++;
-        ceilings->machine[r] = first;
+        ceilings->domain[r] = first;
         if (first != r) continue;
         ceilings->num_machines++;
         for (int32_t i = r; i < size; i++) {
@@ -65,11 +86,12 @@ static epmoe_status_t find_machines(ceilings_t *ceilings, const program_t *progr
             threads += all[i].num_threads;
             CPU_OR(&cores, &cores, &all[i].cores);
         }
-        ceilings->shares_cores = ceilings->shares_cores || threads > CPU_COUNT(&cores);
+        ceilings->shares_cores = ceilings->shares_cores || (!cuda && threads > CPU_COUNT(&cores));
         if (threads <= ceilings->most_threads) continue;
         ceilings->most_threads = threads;
         ceilings->cores = CPU_COUNT(&cores);
     }
+    if (cuda) find_devices(ceilings, all, size);
 done:
     epmoei_free(all);
     return status;
@@ -103,11 +125,9 @@ static void run_gemm(void *ctx)
                 0, (float *)ctx + 2 * GEMM_SIZE * GEMM_SIZE, GEMM_SIZE);
 }
 
-epmoe_status_t ceilings_measure(ceilings_t *ceilings, const program_t *program)
+static epmoe_status_t measure_cpu(ceilings_t *ceilings, const program_t *program)
 {
     epmoe_status_t status;
-    *ceilings = (ceilings_t){0};
-    EPMOEI_CHECK(find_machines(ceilings, program));
     int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE), gemm_bytes = (int64_t)3 * GEMM_SIZE * GEMM_SIZE * 4;
     if (cache <= 0) cache = DEFAULT_CACHE;
     ceilings->flush_bytes = epmoei_min64(cache, MACHINE_BYTES) / program->local_size / 64 * 64;
@@ -133,9 +153,16 @@ epmoe_status_t ceilings_measure(ceilings_t *ceilings, const program_t *program)
     return EPMOE_OK;
 }
 
+epmoe_status_t ceilings_measure(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda, epmoe_dtype_t dtype)
+{
+    *ceilings = (ceilings_t){0};
+    EPMOEI_CHECK(find_machines(ceilings, program, cuda != NULL));
+    return cuda ? ceilings_measure_cuda(ceilings, program, cuda, dtype) : measure_cpu(ceilings, program);
+}
+
 void ceilings_free(ceilings_t *ceilings)
 {
     epmoei_free(ceilings->buffer);
-    epmoei_free(ceilings->machine);
+    epmoei_free(ceilings->domain);
     *ceilings = (ceilings_t){0};
 }

@@ -4,6 +4,7 @@
 #include "bench/op.h"
 #include "bench/report.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "moe/layer.h"
 
@@ -21,14 +22,31 @@ static int refuse(bench_t *bench)
     epmoe_status_t status = epmoe_backend_resolve(options->backend, &bench->backend);
     if (status != EPMOE_OK)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
-    if (options->graph && bench->backend == EPMOE_BACKEND_CPU)
+    bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
+    if (options->graph > 0 && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
-    if (bench->backend == EPMOE_BACKEND_CPU &&
-        (options->transport == EPMOE_TRANSPORT_P2P || options->transport == EPMOE_TRANSPORT_NCCL))
+    if (cuda && options->dtype == EPMOE_F32)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
+                                  "--dtype fp32: the cuda backend computes in bf16 and fp16");
+    if (!cuda && (options->transport == EPMOE_TRANSPORT_P2P || options->transport == EPMOE_TRANSPORT_NCCL))
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--transport %s: it needs the cuda backend",
                                   epmoe_transport_string(options->transport));
+    bench->iters = options->iters > 0 ? options->iters : cuda ? 20 : 10;
+    bench->warmup = options->warmup >= 0 ? options->warmup : cuda ? 5 : 3;
     return PROGRAM_OK;
+}
+
+/* Between ranks the nccl and mpi transports need the host in the middle of a forward. */
+static epmoe_status_t choose_graph(bench_t *bench)
+{
+    epmoe_transport_t transport = epmoe_comm_transport(bench->program->comm);
+    bool can = bench->backend == EPMOE_BACKEND_CUDA && (bench->program->size == 1 || transport == EPMOE_TRANSPORT_P2P);
+    bench->graph = can && bench->options->graph != 0;
+    if (bench->options->graph > 0 && !can)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "--graph 1: the %s transport cannot be captured with %d ranks",
+                           epmoe_transport_string(transport), bench->program->size);
+    return EPMOE_OK;
 }
 
 /* The checkpoint's layer to run: the one asked for, or the first that has experts. */
@@ -81,6 +99,7 @@ static epmoe_status_t configure(bench_t *bench)
     }
     bench->reference.config = config;
     bench->reference.weight_dtype = options->dtype;
+    bench->reference.rounds_checkpoint = bench->backend == EPMOE_BACKEND_CUDA;
     bench->reference.seed = options->seed;
     bench->reference.checkpoint = bench->checkpoint;
     if (config->has_selection_bias) {
@@ -98,12 +117,17 @@ static epmoe_status_t configure(bench_t *bench)
 }
 
 /* One weight of each expert, so that every drawn one spoils its rows. */
-static void inject_nan(const bench_t *bench)
+static epmoe_status_t inject_nan(const bench_t *bench)
 {
     const epmoei_packed_weights_t *weights = &bench->layer->weights;
     int64_t step = (int64_t)bench->config.hidden * bench->config.intermediate;
+    epmoe_dtype_t dtype = epmoei_dtype_of_format(weights->formats.down);
+    int64_t size = epmoe_dtype_size(dtype);
+    float element;
+    epmoei_store(&element, dtype, 0, NAN);
     for (int32_t e = 0; e < bench->layer->local_experts; e++)
-        epmoei_store(weights->down, epmoei_dtype_of_format(weights->formats.down), e * step, NAN);
+        EPMOEI_CHECK(epmoei_memory_copy(bench->backend, (char *)weights->down + e * step * size, &element, size, NULL));
+    return epmoei_stream_wait(bench->backend, NULL);
 }
 
 static epmoe_status_t make_layer(bench_t *bench)
@@ -121,7 +145,7 @@ static epmoe_status_t make_layer(bench_t *bench)
         EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
     }
     report_idle(bench);
-    if (bench->options->inject_nan) inject_nan(bench);
+    if (bench->options->inject_nan) EPMOEI_CHECK(epmoe_comm_agree(comm, inject_nan(bench)));
     EPMOEI_CHECK(epmoe_comm_agree(
         comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));
     bench->weight_bytes = memory.weight_bytes;
@@ -174,8 +198,11 @@ static int work(program_t *program, const options_t *options)
     status = program_connect(program, &comm);
     if (status != EPMOE_OK) return program_report(program, status);
 
+    bool cuda = bench.backend == EPMOE_BACKEND_CUDA;
+    EPMOEI_CHECK_GOTO(choose_graph(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
-    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program), done);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, cuda ? cuda_create(&bench.cuda) : EPMOE_OK), done);
+    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, options->dtype), done);
     EPMOEI_CHECK_GOTO(options->op ? op_run(&bench, &wrong) : run_layer(&bench, &wrong), done);
 done:
     report_idle(&bench);
@@ -184,6 +211,7 @@ done:
     epmoe_layer_destroy(bench.layer);
     epmoe_checkpoint_close(bench.checkpoint);
     ceilings_free(&bench.ceilings);
+    cuda_destroy(&bench.cuda);
     epmoei_free(bench.selection_bias);
     return program_agree_on_code(program, code);
 }

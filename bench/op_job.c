@@ -1,6 +1,8 @@
 #include "bench/op_job.h"
 
 #include "bench/random.h"
+#include "bench/selection.h"
+#include "bench/stats.h"
 
 #include "base/dtype.h"
 #include "kernels/align.h"
@@ -17,13 +19,30 @@
 #define REFERENCE_FLOPS 4e9
 #define REFERENCE_ROWS  256
 
-/* Memory of the job, freed with it. */
+/* Memory of the job, freed with it; the library finds it where `twin` says. */
 static epmoe_status_t take(op_job_t *job, void **pointer, int64_t bytes)
 {
-    EPMOEI_CHECK(epmoei_alloc_for(pointer, bytes, "the op's data"));
-    job->memory[job->num_memory++] = *pointer;
-    memset(*pointer, 0xFF, (size_t)bytes);
+    buffer_t *buffer = &job->memory[job->num_memory++];
+    EPMOEI_CHECK(buffer_create(buffer, job->bench->backend, bytes, "the op's data"));
+    *pointer = buffer->host;
     return EPMOE_OK;
+}
+
+/* For the reference alone. */
+static epmoe_status_t take_host(op_job_t *job, void **pointer, int64_t bytes)
+{
+    buffer_t *buffer = &job->memory[job->num_memory++];
+    EPMOEI_CHECK(buffer_create(buffer, EPMOE_BACKEND_CPU, bytes, "the reference's data"));
+    *pointer = buffer->host;
+    return EPMOE_OK;
+}
+
+/* Where the library finds what the bench has at `host`. */
+static void *twin(const op_job_t *job, const void *host)
+{
+    for (int32_t i = 0; i < job->num_memory && host; i++)
+        if (job->memory[i].host == host) return job->memory[i].run;
+    return NULL;
 }
 
 /* `stream` keeps the arrays of a job apart. */
@@ -45,11 +64,9 @@ static epmoe_status_t take_random(op_job_t *job, void **pointer, epmoe_dtype_t d
 static epmoe_status_t take_output(op_job_t *job, void **out, epmoe_dtype_t dtype, int64_t rows, int64_t cols)
 {
     op_output_t *output = &job->outputs[job->num_outputs++];
-    *output = (op_output_t){.dtype = dtype, .rows = rows, .cols = cols};
-    EPMOEI_CHECK(take(job, &output->out, rows * cols * epmoe_dtype_size(dtype)));
-    EPMOEI_CHECK(take(job, &output->ref, rows * cols * epmoe_dtype_size(dtype)));
-    *out = output->out;
-    return EPMOE_OK;
+    *output = (op_output_t){.out = &job->memory[job->num_memory], .dtype = dtype, .rows = rows, .cols = cols};
+    EPMOEI_CHECK(take(job, out, rows * cols * epmoe_dtype_size(dtype)));
+    return job->kind->judge ? EPMOE_OK : take_host(job, &output->ref, rows * cols * epmoe_dtype_size(dtype));
 }
 
 static epmoe_status_t take_ids(op_job_t *job, int32_t **ids)
@@ -58,15 +75,33 @@ static epmoe_status_t take_ids(op_job_t *job, int32_t **ids)
     return routing_draw(&job->bench->routing, job->num_tokens, 0, job->num_tokens, *ids);
 }
 
-static epmoe_status_t run_topk(op_job_t *job) { return epmoe_topk(&job->args.topk, NULL); }
+static epmoe_status_t run_topk(const op_args_t *args, epmoe_stream_t stream) { return epmoe_topk(&args->topk, stream); }
 
-static epmoe_status_t reference_topk(op_job_t *job)
+/* By the rules in double precision: two correct kernels may differ in a last bit of a score, and so in a choice. */
+static int64_t judge_topk(const op_job_t *job, double *worst)
 {
-    epmoe_topk_args_t args;
-    EPMOEI_CHECK(epmoei_topk_check(&job->args.topk, &args));
-    args.ids = job->outputs[0].ref;
-    args.weights = job->outputs[1].ref;
-    return epmoei_topk_ref(&args, NULL);
+    const epmoe_topk_args_t *args = &job->args.topk;
+    const epmoe_layer_config_t *config = &job->bench->config;
+    int64_t k = args->top_k, wrong = 0;
+    for (int64_t t = 0; t < args->num_tokens; t++) {
+        const float *logits = (const float *)args->logits + t * args->num_experts;
+        double expected[EPMOE_MAX_TOP_K], weights[EPMOE_MAX_TOP_K];
+        int32_t bad = selection_count_wrong(config, args->selection_bias, logits, args->ids + t * k);
+        wrong += bad;
+        if (bad) continue;
+        selection_weights(config, logits, args->ids + t * k, expected);
+        for (int64_t j = 0; j < k; j++) weights[j] = (double)args->weights[t * k + j];
+        wrong += stats_count_wrong(weights, expected, k, stats_tolerance(EPMOE_F32), worst);
+    }
+    return wrong;
+}
+
+static void place_topk(const op_job_t *job, op_args_t *args)
+{
+    args->topk.logits = twin(job, args->topk.logits);
+    args->topk.selection_bias = twin(job, args->topk.selection_bias);
+    args->topk.ids = twin(job, args->topk.ids);
+    args->topk.weights = twin(job, args->topk.weights);
 }
 
 static epmoe_status_t make_topk(op_job_t *job)
@@ -78,7 +113,10 @@ static epmoe_status_t make_topk(op_job_t *job)
     args->num_tokens = job->num_tokens;
     args->num_experts = config->num_experts;
     args->top_k = config->top_k;
-    args->selection_bias = job->bench->selection_bias;
+    if (job->bench->selection_bias) {
+        EPMOEI_CHECK(take(job, (void **)&args->selection_bias, (int64_t)config->num_experts * 4));
+        memcpy((float *)(uintptr_t)args->selection_bias, job->bench->selection_bias, (size_t)config->num_experts * 4);
+    }
     args->scoring = config->scoring;
     args->renormalize = config->renormalize;
     args->scale = config->routed_scale;
@@ -95,7 +133,20 @@ static epmoe_status_t make_topk(op_job_t *job)
     return EPMOE_OK;
 }
 
-static epmoe_status_t run_align(op_job_t *job) { return epmoe_align_block_size(&job->args.align, NULL); }
+static epmoe_status_t run_align(const op_args_t *args, epmoe_stream_t stream)
+{
+    return epmoe_align_block_size(&args->align, stream);
+}
+
+static void place_align(const op_job_t *job, op_args_t *args)
+{
+    args->align.ids = twin(job, args->align.ids);
+    args->align.sorted_ids = twin(job, args->align.sorted_ids);
+    args->align.expert_ids = twin(job, args->align.expert_ids);
+    args->align.num_post_padded = twin(job, args->align.num_post_padded);
+    args->align.expert_offsets = twin(job, args->align.expert_offsets);
+    args->align.workspace = twin(job, args->align.workspace);
+}
 
 static epmoe_status_t reference_align(op_job_t *job)
 {
@@ -166,7 +217,19 @@ static epmoe_status_t take_order(op_job_t *job, order_t *order)
     return epmoe_align_block_size(&args, NULL);
 }
 
-static epmoe_status_t run_permute(op_job_t *job) { return epmoe_permute(&job->args.permute, NULL); }
+static epmoe_status_t run_permute(const op_args_t *args, epmoe_stream_t stream)
+{
+    return epmoe_permute(&args->permute, stream);
+}
+
+static void place_permute(const op_job_t *job, op_args_t *args)
+{
+    args->permute.x = twin(job, args->permute.x);
+    args->permute.sorted_ids = twin(job, args->permute.sorted_ids);
+    args->permute.num_rows = twin(job, args->permute.num_rows);
+    args->permute.y = twin(job, args->permute.y);
+    args->permute.inverse = twin(job, args->permute.inverse);
+}
 
 static epmoe_status_t reference_permute(op_job_t *job)
 {
@@ -201,7 +264,18 @@ static epmoe_status_t make_permute(op_job_t *job)
     return EPMOE_OK;
 }
 
-static epmoe_status_t run_unpermute(op_job_t *job) { return epmoe_unpermute(&job->args.unpermute, NULL); }
+static epmoe_status_t run_unpermute(const op_args_t *args, epmoe_stream_t stream)
+{
+    return epmoe_unpermute(&args->unpermute, stream);
+}
+
+static void place_unpermute(const op_job_t *job, op_args_t *args)
+{
+    args->unpermute.y = twin(job, args->unpermute.y);
+    args->unpermute.inverse = twin(job, args->unpermute.inverse);
+    args->unpermute.weights = twin(job, args->unpermute.weights);
+    args->unpermute.out = twin(job, args->unpermute.out);
+}
 
 static epmoe_status_t reference_unpermute(op_job_t *job)
 {
@@ -238,7 +312,21 @@ static epmoe_status_t make_unpermute(op_job_t *job)
     return EPMOE_OK;
 }
 
-static epmoe_status_t run_gemm(op_job_t *job) { return epmoe_grouped_gemm(&job->args.gemm, NULL); }
+static epmoe_status_t run_gemm(const op_args_t *args, epmoe_stream_t stream)
+{
+    return epmoe_grouped_gemm(&args->gemm, stream);
+}
+
+static void place_gemm(const op_job_t *job, op_args_t *args)
+{
+    args->gemm.expert_offsets = twin(job, args->gemm.expert_offsets);
+    args->gemm.row_index = twin(job, args->gemm.row_index);
+    args->gemm.x = twin(job, args->gemm.x);
+    args->gemm.weight.data = twin(job, args->gemm.weight.data);
+    args->gemm.y = twin(job, args->gemm.y);
+    args->gemm.workspace = twin(job, args->gemm.workspace);
+    args->gemm.layout = EPMOE_LAYOUT_PACKED;
+}
 
 static epmoe_status_t reference_gemm(op_job_t *job)
 {
@@ -258,8 +346,8 @@ static epmoe_status_t choose_reference_rows(op_job_t *job)
     int64_t rows = args->max_rows,
             wanted = affordable < 1 ? 1 : (int64_t)epmoei_min64(REFERENCE_ROWS, (int64_t)affordable);
     int32_t chosen = 0;
-    EPMOEI_CHECK(take(job, (void **)&job->reference_offsets, ((int64_t)args->num_experts + 1) * 4));
-    EPMOEI_CHECK(take(job, (void **)&job->reference_index, rows * 4));
+    EPMOEI_CHECK(take_host(job, (void **)&job->reference_offsets, ((int64_t)args->num_experts + 1) * 4));
+    EPMOEI_CHECK(take_host(job, (void **)&job->reference_index, rows * 4));
     for (int32_t e = 0; e < args->num_experts; e++) {
         job->reference_offsets[e] = chosen;
         for (int32_t r = args->expert_offsets[e]; r < args->expert_offsets[e + 1]; r++)
@@ -293,7 +381,8 @@ static epmoe_status_t make_gemm(op_job_t *job)
     args->x_dtype = args->y_dtype = config->dtype;
     args->weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
     args->weight.format = epmoei_format_of_dtype(config->dtype);
-    args->layout = EPMOE_LAYOUT_PACKED;
+    /* What PACKED means on the backend, for a reference that knows the host's. */
+    args->layout = args->backend == EPMOE_BACKEND_CUDA ? EPMOE_LAYOUT_INTERLEAVED : EPMOE_LAYOUT_GATE_FIRST;
     args->activation = config->activation;
     args->alpha = config->alpha;
     args->limit = config->limit;
@@ -312,7 +401,16 @@ static epmoe_status_t make_gemm(op_job_t *job)
     return EPMOE_OK;
 }
 
-static epmoe_status_t run_silu(op_job_t *job) { return epmoe_silu_and_mul(&job->args.silu, NULL); }
+static epmoe_status_t run_silu(const op_args_t *args, epmoe_stream_t stream)
+{
+    return epmoe_silu_and_mul(&args->silu, stream);
+}
+
+static void place_silu(const op_job_t *job, op_args_t *args)
+{
+    args->silu.x = twin(job, args->silu.x);
+    args->silu.y = twin(job, args->silu.y);
+}
 
 static epmoe_status_t reference_silu(op_job_t *job)
 {
@@ -345,7 +443,14 @@ static epmoe_status_t make_silu(op_job_t *job)
     return EPMOE_OK;
 }
 
-static epmoe_status_t run_sum(op_job_t *job) { return epmoe_sum(&job->args.sum, NULL); }
+static epmoe_status_t run_sum(const op_args_t *args, epmoe_stream_t stream) { return epmoe_sum(&args->sum, stream); }
+
+static void place_sum(const op_job_t *job, op_args_t *args)
+{
+    args->sum.y = twin(job, args->sum.y);
+    args->sum.weights = twin(job, args->sum.weights);
+    args->sum.out = twin(job, args->sum.out);
+}
 
 static epmoe_status_t reference_sum(op_job_t *job)
 {
@@ -375,35 +480,38 @@ static epmoe_status_t make_sum(op_job_t *job)
     return EPMOE_OK;
 }
 
-static const struct {
-    const char *name;
-    epmoe_status_t (*make)(op_job_t *job);
-    epmoe_status_t (*run)(op_job_t *job);
-    epmoe_status_t (*run_reference)(op_job_t *job);
-} k_ops[] = {
-    {"topk", make_topk, run_topk, reference_topk},
-    {"align", make_align, run_align, reference_align},
-    {"permute", make_permute, run_permute, reference_permute},
-    {"unpermute", make_unpermute, run_unpermute, reference_unpermute},
-    {"grouped_gemm", make_gemm, run_gemm, reference_gemm},
-    {"silu_and_mul", make_silu, run_silu, reference_silu},
-    {"sum", make_sum, run_sum, reference_sum},
+static const op_kind_t k_ops[] = {
+    {"topk", make_topk, place_topk, run_topk, NULL, judge_topk},
+    {"align", make_align, place_align, run_align, reference_align, NULL},
+    {"permute", make_permute, place_permute, run_permute, reference_permute, NULL},
+    {"unpermute", make_unpermute, place_unpermute, run_unpermute, reference_unpermute, NULL},
+    {"grouped_gemm", make_gemm, place_gemm, run_gemm, reference_gemm, NULL},
+    {"silu_and_mul", make_silu, place_silu, run_silu, reference_silu, NULL},
+    {"sum", make_sum, place_sum, run_sum, reference_sum, NULL},
 };
 
 epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_tokens)
 {
     *job = (op_job_t){.bench = bench, .num_tokens = num_tokens};
-    for (size_t i = 0; i < sizeof k_ops / sizeof k_ops[0]; i++) {
-        if (strcmp(k_ops[i].name, bench->options->op)) continue;
-        job->run = k_ops[i].run;
-        job->run_reference = k_ops[i].run_reference;
-        return k_ops[i].make(job);
-    }
-    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", bench->options->op);
+    for (size_t i = 0; i < sizeof k_ops / sizeof k_ops[0]; i++)
+        if (!strcmp(k_ops[i].name, bench->options->op)) job->kind = &k_ops[i];
+    if (!job->kind) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", bench->options->op);
+    EPMOEI_CHECK(job->kind->make(job));
+    for (int32_t i = 0; i < job->num_memory; i++) EPMOEI_CHECK(buffer_upload(&job->memory[i]));
+    job->run_args = job->args;
+    job->kind->place(job, &job->run_args);
+    return EPMOE_OK;
+}
+
+epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events)
+{
+    const op_job_t *job = ctx;
+    (void)events;
+    return job->kind->run(&job->run_args, stream);
 }
 
 void op_job_destroy(op_job_t *job)
 {
-    for (int32_t i = 0; i < job->num_memory; i++) epmoei_free(job->memory[i]);
+    for (int32_t i = 0; i < job->num_memory; i++) buffer_destroy(&job->memory[i]);
     *job = (op_job_t){0};
 }

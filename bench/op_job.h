@@ -8,42 +8,58 @@
 #define OP_MAX_OUTPUTS 4
 #define OP_MAX_MEMORY  24
 
-/* An output [rows,cols] of the library (out) and of the reference (ref). */
+/* An output [rows,cols] of the library (out) and of the reference (ref, NULL where `judge` needs none). */
 typedef struct op_output_t {
-    void *out;
+    buffer_t *out; /* one of the job's */
     void *ref;
     epmoe_dtype_t dtype; /* I32: compared bit by bit */
     int64_t rows;
     int64_t cols;
 } op_output_t;
 
-typedef struct op_job_t {
+typedef union op_args_t {
+    epmoe_topk_args_t topk;
+    epmoe_align_args_t align;
+    epmoe_permute_args_t permute;
+    epmoe_unpermute_args_t unpermute;
+    epmoe_grouped_gemm_args_t gemm;
+    epmoe_silu_and_mul_args_t silu;
+    epmoe_sum_args_t sum;
+} op_args_t;
+
+typedef struct op_job_t op_job_t;
+
+typedef struct op_kind_t {
+    const char *name;
+    epmoe_status_t (*make)(op_job_t *job);
+    void (*place)(const op_job_t *job, op_args_t *args); /* host pointers become those of the library */
+    epmoe_status_t (*run)(const op_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*run_reference)(op_job_t *job);
+    /* In place of a reference: judges all outputs; counts wrong values, and the largest error. */
+    int64_t (*judge)(const op_job_t *job, double *worst);
+} op_kind_t;
+
+struct op_job_t {
     const bench_t *bench;
+    const op_kind_t *kind;
     int32_t num_tokens;
-    union {
-        epmoe_topk_args_t topk;
-        epmoe_align_args_t align;
-        epmoe_permute_args_t permute;
-        epmoe_unpermute_args_t unpermute;
-        epmoe_grouped_gemm_args_t gemm;
-        epmoe_silu_and_mul_args_t silu;
-        epmoe_sum_args_t sum;
-    } args;
-    epmoe_status_t (*run)(struct op_job_t *job);
-    epmoe_status_t (*run_reference)(struct op_job_t *job);
+    op_args_t args;     /* on the host, for the reference */
+    op_args_t run_args; /* what the library gets */
     op_output_t outputs[OP_MAX_OUTPUTS];
     int32_t num_outputs;
     epmoei_floor_t floor;
-    void *memory[OP_MAX_MEMORY];
+    buffer_t memory[OP_MAX_MEMORY];
     int32_t num_memory;
     /* grouped_gemm: the rows that the reference computes; rows of `out` that it leaves alone are not compared */
     int32_t *reference_offsets;
     int32_t *reference_index;
     int32_t reference_rows;
-} op_job_t;
+};
 
 /* Outputs of both kinds start as NaN, or -1. */
 epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_tokens);
+/* A cuda_timed_fn on a job. */
+epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events);
 void op_job_destroy(op_job_t *job);
 
 #endif

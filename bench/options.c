@@ -82,9 +82,9 @@ static const char k_help[] =
     "How it runs\n"
     "  --backend B              auto (default), cpu, cuda\n"
     "  --transport T            auto (default), p2p, nccl, mpi\n"
-    "  --iters N                timed iterations, at least 1; default 10\n"
-    "  --warmup N               iterations before them; default 3\n"
-    "  --graph 0|1              replay a CUDA graph; default 0 on the CPU\n"
+    "  --iters N                timed iterations, at least 1; default 10, on CUDA 20\n"
+    "  --warmup N               iterations before them; default 3, on CUDA 5\n"
+    "  --graph 0|1              time the replay of a CUDA graph; default 1 on CUDA with one rank, else 0\n"
     "  --timeout S              longest wait for a peer, in seconds; default 30\n"
     "  --seed N                 of weights, inputs and routing; default 1\n"
     "What it says\n"
@@ -96,10 +96,10 @@ static const char k_help[] =
     "  --inject-sleep RANK:MS   that rank sleeps within every timed iteration\n"
     "  --inject-nan             a weight of every expert is NaN\n"
     "\n"
-    "Each iteration starts with a barrier and cold caches; its time is that of the slowest rank. The floor is the "
-    "time\n"
-    "that the weights drawn, the rows and the arithmetic need at the memory bandwidth and GEMM speed measured at the\n"
-    "start. Wire GB/s counts the rows that the busiest rank sends to others in dispatch and combine, logical GB/s "
+    "Each iteration starts with a barrier and cold caches; its time is that of the slowest rank, on CUDA between\n"
+    "events around the run. The floor is the time that the weights drawn, the rows and the arithmetic need at the\n"
+    "memory bandwidth and GEMM speed measured at the start. Stages are timed in runs of their own on CUDA. Wire GB/s "
+    "counts the rows that the busiest rank sends to others in dispatch and combine, logical GB/s "
     "also\n"
     "those to itself, over the time of these two stages.\n"
     "Exit: 0 good, 1 wrong or failed, 2 bad input, 3 not supported.\n";
@@ -311,8 +311,9 @@ int options_parse(options_t *options, const program_t *program, int argc, char *
 {
     *options = (options_t){.layer = -1,
                            .dtype = EPMOE_BF16,
-                           .iters = 10,
-                           .warmup = 3,
+                           .iters = -1,
+                           .warmup = -1,
+                           .graph = -1,
                            .check = true,
                            .seed = 1,
                            .timeout_s = 30,

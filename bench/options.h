@@ -27,7 +27,7 @@ typedef struct options_t {
     const char *routing_path;
     epmoe_backend_t backend;
     epmoe_transport_t transport;
-    int32_t iters;
+    int32_t iters; /* these three: -1 where the backend decides */
     int32_t warmup;
     int32_t graph;
     bool check;

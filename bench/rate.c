@@ -1,6 +1,9 @@
 #include "bench/agree.h"
 #include "bench/bench.h"
 
+#include "base/dtype.h"
+#include "moe/layer.h"
+
 #include <string.h>
 
 /* What every rank knows of every rank after one exchange: slots [size,E] by expert, rows [size,size] by destination. */
@@ -13,13 +16,14 @@ typedef struct traffic_t {
 static void count_own(const bench_case_t *made, const bench_t *bench, int64_t *slots, int64_t *rows)
 {
     int32_t size = bench->program->size, k = bench->config.top_k, num_experts = bench->config.num_experts;
+    const int32_t *ids = made->ids.host;
     for (int32_t r = 0; r < size; r++) {
         int32_t first = 0, count = 0;
         epmoe_expert_range(num_experts, size, r, &first, &count);
         for (int32_t t = 0; t < made->num_tokens; t++) {
             int32_t here = 0;
             for (int32_t j = 0; j < k; j++) {
-                int32_t id = made->ids[(int64_t)t * k + j];
+                int32_t id = ids[(int64_t)t * k + j];
                 if (id < first || id >= first + count) continue;
                 slots[id]++;
                 here++;
@@ -29,19 +33,21 @@ static void count_own(const bench_case_t *made, const bench_t *bench, int64_t *s
     }
 }
 
-/* The size of a stored weight element, and of one of the router. */
-static epmoe_status_t weight_sizes(const bench_t *bench, int64_t *expert_size, int64_t *router_size)
+/* The sizes of elements as the layer stores them: those that it reads. */
+typedef struct sizes_t {
+    double router, gate_up, down, shared_gate_up, shared_down;
+} sizes_t;
+
+static sizes_t stored_sizes(const bench_t *bench)
 {
-    const reference_t *reference = &bench->reference;
-    *expert_size = *router_size = epmoe_dtype_size(reference->weight_dtype);
-    if (!reference->checkpoint) return EPMOE_OK;
-    epmoei_expert_source_t expert;
-    epmoei_layer_source_t layer;
-    EPMOEI_CHECK(epmoei_checkpoint_expert_source(reference->checkpoint, reference->layer, 0, &expert));
-    EPMOEI_CHECK(epmoei_checkpoint_layer_source(reference->checkpoint, reference->layer, &layer));
-    *expert_size = epmoe_dtype_size(expert.gate.dtype);
-    *router_size = epmoe_dtype_size(layer.router.dtype);
-    return EPMOE_OK;
+    const epmoei_layer_formats_t *formats = &bench->layer->weights.formats;
+    return (sizes_t){
+        .router = epmoe_dtype_size(formats->router),
+        .gate_up = epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)),
+        .down = epmoe_dtype_size(epmoei_dtype_of_format(formats->down)),
+        .shared_gate_up = epmoe_dtype_size(epmoei_dtype_of_format(formats->shared_gate_up)),
+        .shared_down = epmoe_dtype_size(epmoei_dtype_of_format(formats->shared_down)),
+    };
 }
 
 typedef struct work_t {
@@ -52,9 +58,10 @@ typedef struct work_t {
 /* The least that rank r does: its drawn experts' weights, router and shared expert once; its own and its received rows
  * in and out, h out and in; the arithmetic of its slots and of its own tokens. */
 static work_t work_of(const bench_case_t *made, const bench_t *bench, const traffic_t *traffic, int32_t r,
-                      int64_t expert_size, int64_t router_size, int64_t *rank_slots)
+                      int64_t *rank_slots)
 {
     const epmoe_layer_config_t *config = &bench->config;
+    const sizes_t sizes = stored_sizes(bench);
     int32_t size = bench->program->size, num_experts = config->num_experts, first = 0, count = 0;
     double d = config->hidden, f = config->intermediate, fs = config->shared_intermediate, tokens = made->tokens[r];
     double act = epmoe_dtype_size(config->dtype), rows = tokens, active = 0, slots = 0;
@@ -69,32 +76,34 @@ static work_t work_of(const bench_case_t *made, const bench_t *bench, const traf
         *rank_slots += of_expert;
     }
     slots = (double)*rank_slots;
-    work_t work = {.bytes =
-                       active * (3 * d * f * (double)expert_size + (config->expert_has_bias ? 4 * (2 * f + d) : 0)) +
-                       2 * rows * d * act + 2 * slots * f * act,
-                   .flops = 6 * slots * d * f};
+    work_t work = {
+        .bytes = active * (d * f * (2 * sizes.gate_up + sizes.down) + (config->expert_has_bias ? 4 * (2 * f + d) : 0)) +
+                 2 * rows * d * act + 2 * slots * f * act,
+        .flops = 6 * slots * d * f};
     if (tokens > 0) {
-        work.bytes += num_experts * d * (double)router_size + 3 * d * fs * (double)expert_size;
+        work.bytes += num_experts * d * sizes.router + d * fs * (2 * sizes.shared_gate_up + sizes.shared_down);
         work.flops += 2 * tokens * num_experts * d + 6 * tokens * d * fs;
     }
     return work;
 }
 
 /* The ranks of a machine share its memory, and its cores when they have more threads than these; so the floor is that
- * of a machine's sum over the sum of its ceilings. Cores of one's own are not lent to other ranks. */
+ * of a machine's sum over the sum of its ceilings. Cores of one's own are not lent to other ranks. On CUDA the same
+ * holds of a device. */
 static double floor_seconds(const bench_t *bench, const work_t *work)
 {
     const ceilings_t *ceilings = &bench->ceilings;
     int32_t size = bench->program->size;
+    bool lends = ceilings->shares_cores || ceilings->ranks_per_device > 1;
     double floor = 0;
-    for (int32_t machine = 0; machine < size; machine++) {
+    for (int32_t domain = 0; domain < size; domain++) {
         double bytes = 0, flops = 0, ranks = 0;
         for (int32_t r = 0; r < size; r++) {
-            if (ceilings->machine[r] != machine) continue;
+            if (ceilings->domain[r] != domain) continue;
             bytes += work[r].bytes;
             flops += work[r].flops;
             ranks++;
-            double alone = ceilings->shares_cores ? 0 : work[r].flops / ceilings->flops_per_s;
+            double alone = lends ? 0 : work[r].flops / ceilings->flops_per_s;
             floor = alone > floor ? alone : floor;
         }
         if (ranks == 0) continue;
@@ -122,14 +131,14 @@ static double sent_bytes(const bench_t *bench, const traffic_t *traffic, int32_t
 }
 
 static void fill_result(const bench_case_t *made, const bench_t *bench, const traffic_t *traffic, work_t *work,
-                        int64_t expert_size, int64_t router_size, case_result_t *result)
+                        case_result_t *result)
 {
     int32_t size = bench->program->size, num_experts = bench->config.num_experts;
     double bytes = 0, flops = 0, wire = 0, logical = 0;
     int64_t slots = 0, most_slots = 0, most_of_rank = 0;
     for (int32_t r = 0; r < size; r++) {
         int64_t rank_slots;
-        work[r] = work_of(made, bench, traffic, r, expert_size, router_size, &rank_slots);
+        work[r] = work_of(made, bench, traffic, r, &rank_slots);
         bytes += work[r].bytes;
         flops += work[r].flops;
         slots += rank_slots;
@@ -161,18 +170,16 @@ epmoe_status_t case_rate(const bench_case_t *made, const bench_t *bench, case_re
 {
     epmoe_status_t status;
     int32_t size = bench->program->size;
-    int64_t expert_size = 0, router_size = 0;
     traffic_t traffic = {.stride = (int64_t)bench->config.num_experts + size};
     work_t *work = NULL;
     status = epmoei_alloc_for((void **)&traffic.own, traffic.stride * 8, "traffic");
     if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&traffic.all, size * traffic.stride * 8, "traffic");
     if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&work, size * (int64_t)sizeof *work, "traffic");
-    if (status == EPMOE_OK) status = weight_sizes(bench, &expert_size, &router_size);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(bench->program->comm, status), done);
     memset(traffic.own, 0, (size_t)traffic.stride * 8);
     count_own(made, bench, traffic.own, traffic.own + bench->config.num_experts);
     EPMOEI_CHECK_GOTO(epmoe_comm_all_gather(bench->program->comm, traffic.own, traffic.all, traffic.stride * 8), done);
-    fill_result(made, bench, &traffic, work, expert_size, router_size, result);
+    fill_result(made, bench, &traffic, work, result);
 done:
     epmoei_free(work);
     epmoei_free(traffic.all);

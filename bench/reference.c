@@ -1,14 +1,15 @@
 #include "bench/reference.h"
 
 #include "base/dtype.h"
+#include "kernels/blas_threads.h"
 #include "kernels/random_weights.h"
 
 #include <cblas.h>
 #include <math.h>
 
-#define BLOCK_ROWS 256 /* of a weight matrix that are held in double at a time */
+#define BLOCK_ROWS 64 /* of a weight matrix that a thread holds in double at a time */
 
-/* Row-major [rows,cols], either random or a view. */
+/* Row-major [rows,cols], either random or a view. Elements are rounded to dtype, those of a view with NONE are not. */
 typedef struct matrix_t {
     int64_t rows;
     int64_t cols;
@@ -25,9 +26,15 @@ static matrix_t random_matrix(const reference_t *reference, epmoei_random_tensor
     return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}};
 }
 
-static matrix_t view_matrix(epmoei_view_t view)
+static matrix_t view_matrix(epmoei_view_t view, epmoe_dtype_t dtype)
 {
-    return (matrix_t){.rows = view.rows, .cols = view.cols, .view = view};
+    return (matrix_t){.rows = view.rows, .cols = view.cols, .dtype = dtype, .view = view};
+}
+
+/* Of a checkpoint's matrices; its biases are kept as they are. */
+static epmoe_dtype_t view_dtype(const reference_t *reference)
+{
+    return reference->rounds_checkpoint ? reference->weight_dtype : EPMOE_DTYPE_NONE;
 }
 
 /* Row r of the matrix as doubles. */
@@ -46,36 +53,41 @@ static void read_row(const matrix_t *matrix, int64_t r, double *dst)
         } else {
             const epmoei_view_t *view = &matrix->view;
             for (int64_t c = first; c < first + count; c++)
-                dst[c] = (double)epmoei_load(view->data, view->dtype, r * view->row_stride + c * view->col_stride);
+                dst[c] = (double)epmoei_round_to(
+                    epmoei_load(view->data, view->dtype, r * view->row_stride + c * view->col_stride), matrix->dtype);
         }
     }
 }
 
-/* y [m,rows] = x [m,cols] matrix^T (+ bias, a matrix of one row). */
+/* y [m,rows] = x [m,cols] matrix^T (+ bias, a matrix of one row). Each thread makes and multiplies blocks of its own,
+ * since making the weights takes as long as multiplying them. */
 static epmoe_status_t multiply(const matrix_t *matrix, const matrix_t *bias, const double *x, int32_t m, double *y)
 {
-    epmoe_status_t status;
-    int64_t n = matrix->rows, k = matrix->cols;
-    double *block = NULL, *added = NULL;
-    EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&block, BLOCK_ROWS * k * 8, "reference weights"), done);
-    for (int64_t first = 0; first < n; first += BLOCK_ROWS) {
-        int64_t count = epmoei_min64(BLOCK_ROWS, n - first);
-#pragma omp parallel for schedule(static)
-        for (int64_t r = 0; r < count; r++) read_row(matrix, first + r, block + r * k);
-        cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, m, (int)count, (int)k, 1, x, (int)k, block, (int)k, 0,
-                    y + first, (int)n);
+    int64_t n = matrix->rows, k = matrix->cols, rows = epmoei_min64(n, BLOCK_ROWS);
+    bool failed = false;
+    epmoei_blas_region_begin();
+#pragma omp parallel reduction(|| : failed)
+    {
+        double *block = epmoei_alloc(rows * k * 8), *added = epmoei_alloc(n * 8);
+        failed = !block || !added;
+        if (bias && !failed) read_row(bias, 0, added);
+#pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < n; first += BLOCK_ROWS) {
+            int64_t count = epmoei_min64(rows, n - first);
+            if (failed) continue;
+            for (int64_t r = 0; r < count; r++) read_row(matrix, first + r, block + r * k);
+            cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasTrans, m, (int)count, (int)k, 1, x, (int)k, block, (int)k, 0,
+                        y + first, (int)n);
+            for (int64_t i = 0; i < m && bias; i++)
+                for (int64_t c = first; c < first + count; c++) y[i * n + c] += added[c];
+        }
+        epmoei_free(added);
+        epmoei_free(block);
     }
-    if (bias) {
-        EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&added, n * 8, "reference bias"), done);
-        read_row(bias, 0, added);
-        for (int64_t i = 0; i < m; i++)
-            for (int64_t c = 0; c < n; c++) y[i * n + c] += added[c];
-    }
-    status = EPMOE_OK;
-done:
-    epmoei_free(added);
-    epmoei_free(block);
-    return status;
+    epmoei_blas_region_end();
+    if (failed)
+        return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "%lld bytes for reference weights", (long long)(rows * k * 8));
+    return EPMOE_OK;
 }
 
 static double silu(double x) { return x == -INFINITY ? 0 : x / (1 + exp(-x)); }
@@ -136,8 +148,15 @@ static epmoe_status_t find_expert(const reference_t *reference, int32_t expert, 
     } else {
         EPMOEI_CHECK(epmoei_checkpoint_expert_source(reference->checkpoint, reference->layer, expert, &source));
     }
-    *found = (expert_t){view_matrix(source.gate),      view_matrix(source.up),      view_matrix(source.down),
-                        view_matrix(source.gate_bias), view_matrix(source.up_bias), view_matrix(source.down_bias)};
+    epmoe_dtype_t dtype = view_dtype(reference);
+    *found = (expert_t){
+        .gate = view_matrix(source.gate, dtype),
+        .up = view_matrix(source.up, dtype),
+        .down = view_matrix(source.down, dtype),
+        .gate_bias = view_matrix(source.gate_bias, EPMOE_DTYPE_NONE),
+        .up_bias = view_matrix(source.up_bias, EPMOE_DTYPE_NONE),
+        .down_bias = view_matrix(source.down_bias, EPMOE_DTYPE_NONE),
+    };
     return EPMOE_OK;
 }
 
@@ -156,7 +175,7 @@ static epmoe_status_t apply_shared_gate(const reference_t *reference, const doub
     if (reference->checkpoint) {
         epmoei_layer_source_t layer;
         EPMOEI_CHECK(epmoei_checkpoint_layer_source(reference->checkpoint, reference->layer, &layer));
-        gate = view_matrix(layer.shared_gate);
+        gate = view_matrix(layer.shared_gate, view_dtype(reference));
     }
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&scores, (int64_t)rows * 8, "reference gate"), done);
     EPMOEI_CHECK_GOTO(multiply(&gate, NULL, x, rows, scores), done);
@@ -211,8 +230,8 @@ epmoe_status_t reference_router(const reference_t *reference, const double *x, i
     if (reference->checkpoint) {
         epmoei_layer_source_t layer;
         EPMOEI_CHECK(epmoei_checkpoint_layer_source(reference->checkpoint, reference->layer, &layer));
-        router = view_matrix(layer.router);
-        bias = view_matrix(layer.router_bias);
+        router = view_matrix(layer.router, view_dtype(reference));
+        bias = view_matrix(layer.router_bias, EPMOE_DTYPE_NONE);
     } else {
         router = random_matrix(reference, EPMOEI_RANDOM_ROUTER, 0, config->num_experts, config->hidden,
                                reference->weight_dtype);

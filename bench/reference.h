@@ -9,7 +9,8 @@
 /* Where the weights come from. */
 typedef struct reference_t {
     const epmoe_layer_config_t *config;
-    epmoe_dtype_t weight_dtype; /* random weights: what they are rounded to */
+    epmoe_dtype_t weight_dtype; /* what random weights are rounded to */
+    bool rounds_checkpoint;     /* so are a checkpoint's: a backend that stores matrices in this type alone */
     uint64_t seed;
     const epmoe_checkpoint_t *checkpoint; /* NULL: random */
     int32_t layer;

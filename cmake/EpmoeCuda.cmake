@@ -5,17 +5,22 @@ set(EPMOE_SM80_ARCHS -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_9
                      -gencode=arch=compute_80,code=compute_80)
 set(EPMOE_SM90_ARCHS -gencode=arch=compute_90a,code=sm_90a)
 
+# How every .cu of this tree is compiled. archs: one of the lists above.
+function(epmoe_cuda_options target archs)
+  target_compile_options(${target} PRIVATE ${archs} -O3 -lineinfo --threads=2
+                         -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
+                         $<$<BOOL:${EPMOE_WERROR}>:-Werror=all-warnings -Xcompiler=-Werror>)
+  target_compile_features(${target} PRIVATE cuda_std_17)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)
+endfunction()
+
 file(GLOB epmoe_sm80_sources CONFIGURE_DEPENDS kernels/*_sm80.cu comm/*_sm80.cu moe/*_sm80.cu dense_layers/*_sm80.cu)
 file(GLOB epmoe_sm90_sources CONFIGURE_DEPENDS kernels/*_sm90.cu comm/*_sm90.cu dense_layers/*_sm90.cu)
 set(EPMOE_CUDA_OBJECTS)
 foreach(arch 80 90)
   if(epmoe_sm${arch}_sources)
     add_library(epmoe_cuda_sm${arch} OBJECT ${epmoe_sm${arch}_sources})
-    target_compile_options(epmoe_cuda_sm${arch} PRIVATE ${EPMOE_SM${arch}_ARCHS} -O3 -lineinfo --threads=2
-                           -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
-                           $<$<BOOL:${EPMOE_WERROR}>:-Werror=all-warnings -Xcompiler=-Werror>)
-    target_compile_features(epmoe_cuda_sm${arch} PRIVATE cuda_std_17)
-    target_include_directories(epmoe_cuda_sm${arch} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)
+    epmoe_cuda_options(epmoe_cuda_sm${arch} "${EPMOE_SM${arch}_ARCHS}")
     list(APPEND EPMOE_CUDA_OBJECTS $<TARGET_OBJECTS:epmoe_cuda_sm${arch}>)
   endif()
 endforeach()

@@ -1,14 +1,18 @@
 /* Bounded waits: every callback of the bootstrap is called here, so that a timeout or a transport failure is named and
  * remembered in one place. */
-#include "comm/comm.h"
+#include "comm/transport.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 /* Calls give up before timeout_s, so that their error is out by then. */
 #define WAIT_SHARE 0.9
 /* What a wait gets when those before it in the same call left nothing. */
 #define WAIT_MIN_SHARE 0.02
+#define SPIN_S         1e-3 /* polling without naps */
+#define NAP_NS         30000
 
 typedef struct epmoei_record {
     int32_t status;
@@ -36,8 +40,17 @@ epmoe_status_t epmoei_comm_fail(epmoe_comm_t *comm, epmoe_status_t status)
     if (comm->failed == EPMOE_OK) {
         comm->failed = status;
         snprintf(comm->failed_text, sizeof comm->failed_text, "%s", epmoe_last_error());
+        if (comm->ops && comm->ops->stop) comm->ops->stop(comm);
     }
     return status;
+}
+
+static epmoe_status_t gave_up(epmoe_comm_t *comm, epmoe_status_t status, const char *phase, double waited,
+                              const char *text)
+{
+    epmoei_fail(status, "%s: rank %d of %d gave up after %.2f s (timeout_s is %g): %s", phase, comm->bootstrap.rank,
+                comm->bootstrap.size, waited, comm->timeout_s, text);
+    return epmoei_comm_fail(comm, status);
 }
 
 static epmoe_status_t callback_failed(epmoe_comm_t *comm, const char *phase, int32_t code, int32_t peer, double waited,
@@ -50,16 +63,42 @@ static epmoe_status_t callback_failed(epmoe_comm_t *comm, const char *phase, int
         snprintf(text, sizeof text, "%s rank %d", code == 1 ? "no answer from" : "failure of the exchange with", peer);
     else
         snprintf(text, sizeof text, "%s", code == 1 ? "a peer did not answer" : "the transport failed");
-    epmoe_status_t status = code == 1 ? EPMOE_ERROR_TIMEOUT : EPMOE_ERROR_TRANSPORT;
-    epmoei_fail(status, "%s: rank %d of %d gave up after %.2f s (timeout_s is %g): %s", phase, comm->bootstrap.rank,
-                comm->bootstrap.size, waited, comm->timeout_s, text);
-    return epmoei_comm_fail(comm, status);
+    return gave_up(comm, code == 1 ? EPMOE_ERROR_TIMEOUT : EPMOE_ERROR_TRANSPORT, phase, waited, text);
 }
 
 static double wait_limit(const epmoe_comm_t *comm)
 {
     double least = WAIT_MIN_SHARE * comm->timeout_s;
     return comm->wait_left_s > least ? comm->wait_left_s : least;
+}
+
+epmoe_status_t epmoei_poll(epmoei_ask_fn ask, void *ctx, double timeout_s)
+{
+    double start = epmoei_now_seconds();
+    for (;;) {
+        bool over = false;
+        EPMOEI_CHECK(ask(ctx, &over));
+        if (over) return EPMOE_OK;
+        double waited = epmoei_now_seconds() - start;
+        if (waited >= timeout_s) return EPMOE_ERROR_TIMEOUT;
+        /* Ranks may outnumber cores. */
+        if (waited < SPIN_S)
+            sched_yield();
+        else
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    }
+}
+
+epmoe_status_t epmoei_comm_wait(epmoe_comm_t *comm, const char *phase, const char *missing, epmoei_ask_fn ask,
+                                void *ctx)
+{
+    double start = epmoei_now_seconds();
+    epmoe_status_t status = epmoei_poll(ask, ctx, wait_limit(comm));
+    double waited = epmoei_now_seconds() - start;
+    comm->wait_left_s -= waited;
+    if (status == EPMOE_OK) return EPMOE_OK;
+    if (status == EPMOE_ERROR_TIMEOUT) return gave_up(comm, status, phase, waited, missing);
+    return epmoei_comm_fail(comm, epmoei_fail_context(status, "%s", phase));
 }
 
 epmoe_status_t epmoei_comm_gather(epmoe_comm_t *comm, const char *phase, const void *send, void *recv, int64_t bytes)

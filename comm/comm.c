@@ -1,5 +1,5 @@
 /* Communicators: making one out of a bootstrap, what all ranks must share, and who owns which expert. */
-#include "comm/comm.h"
+#include "comm/transport.h"
 
 #include <math.h>
 #include <string.h>
@@ -53,38 +53,63 @@ static epmoe_status_t take_bootstrap(epmoe_bootstrap_t *own, const epmoe_bootstr
     return EPMOE_OK;
 }
 
-static epmoe_status_t take_config(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+/* A borrowed communicator without a bootstrap is one itself. */
+static epmoe_status_t take_borrowed(epmoe_bootstrap_t *own, const epmoe_comm_config_t *config)
 {
-    epmoe_comm_config_t own = EPMOE_COMM_CONFIG_INIT;
-    comm->timeout_s = DEFAULT_TIMEOUT_S;
-    if (config) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, config, "config"));
-    if (!isfinite(own.timeout_s) || own.timeout_s < 0 || own.timeout_s > MAX_TIMEOUT_S)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "config.timeout_s is %g: expected 0 (= %g) or up to %g seconds", own.timeout_s,
-                           DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S);
-    if (own.timeout_s > 0) comm->timeout_s = own.timeout_s;
-    comm->device = own.device;
-    EPMOEI_CHECK(epmoe_backend_resolve(own.backend, &comm->backend));
+    epmoe_backend_t backend;
+    int32_t rank, size, device;
+    EPMOEI_CHECK(epmoe_backend_resolve(config->backend, &backend));
+    if (backend != EPMOE_BACKEND_CUDA)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.nccl_comm is set: it needs the CUDA backend");
+    EPMOEI_CHECK(epmoei_nccl_describe(config->nccl_comm, &rank, &size, &device));
+    EPMOEI_CHECK(epmoei_device_set(device));
+    return epmoei_bootstrap_create_nccl(config->nccl_comm, own);
+}
 
+/* On the CPU the transport is known at once; the device's needs to know who shares one. */
+static epmoe_status_t take_transport(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+{
     int32_t size = comm->bootstrap.size;
-    switch (own.transport) {
-    case EPMOE_TRANSPORT_AUTO: comm->transport = size == 1 ? EPMOE_TRANSPORT_LOCAL : EPMOE_TRANSPORT_MPI; break;
-    case EPMOE_TRANSPORT_MPI: comm->transport = EPMOE_TRANSPORT_MPI; break;
+    bool cuda = comm->backend == EPMOE_BACKEND_CUDA;
+    comm->transport = config->transport;
+    switch (config->transport) {
+    case EPMOE_TRANSPORT_AUTO:
+        if (!cuda) comm->transport = size == 1 ? EPMOE_TRANSPORT_LOCAL : EPMOE_TRANSPORT_MPI;
+        return EPMOE_OK;
+    case EPMOE_TRANSPORT_MPI: return EPMOE_OK;
     case EPMOE_TRANSPORT_LOCAL:
         if (size > 1)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is local: one rank only, size is %d",
                                size);
-        comm->transport = EPMOE_TRANSPORT_LOCAL;
-        break;
+        return EPMOE_OK;
     case EPMOE_TRANSPORT_NCCL:
     case EPMOE_TRANSPORT_P2P:
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.transport is %s: it needs the CUDA backend",
-                           epmoe_transport_string(own.transport));
+        if (!cuda)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.transport is %s: it needs the CUDA backend",
+                               epmoe_transport_string(config->transport));
+        if (!epmoei_transport_ops(config->transport))
+            return epmoei_fail(
+                EPMOE_ERROR_NOT_SUPPORTED, "config.transport is %s: %s", epmoe_transport_string(config->transport),
+                config->transport == EPMOE_TRANSPORT_NCCL ? "this build has no NCCL" : "this version does not have it");
+        return EPMOE_OK;
     default:
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is %d: expected an epmoe_transport_t",
-                           (int)own.transport);
+                           (int)config->transport);
     }
-    return EPMOE_OK;
+}
+
+static epmoe_status_t take_config(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+{
+    if (!isfinite(config->timeout_s) || config->timeout_s < 0 || config->timeout_s > MAX_TIMEOUT_S)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "config.timeout_s is %g: expected 0 (= %g) or up to %g seconds", config->timeout_s,
+                           DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S);
+    if (config->timeout_s > 0) comm->timeout_s = config->timeout_s;
+    comm->device = config->device;
+    EPMOEI_CHECK(epmoe_backend_resolve(config->backend, &comm->backend));
+    if (config->nccl_comm && comm->backend != EPMOE_BACKEND_CUDA)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.nccl_comm is set: it needs the CUDA backend");
+    return take_transport(comm, config);
 }
 
 /* A rank without memory for its records can still say so in one number. */
@@ -101,17 +126,32 @@ static epmoe_status_t agree_on_memory(epmoe_comm_t *comm, epmoe_status_t local)
     return EPMOE_OK;
 }
 
+static const char *backend_string(epmoe_backend_t backend)
+{
+    return backend == EPMOE_BACKEND_CUDA ? "cuda" : backend == EPMOE_BACKEND_CPU ? "cpu" : "auto";
+}
+
 static epmoe_status_t agree_on_config(epmoe_comm_t *comm, epmoe_status_t local)
 {
-    enum { HAS_EXCHANGE = 4 };
+    enum { BACKEND = 1, HAS_EXCHANGE = 4 };
+    bool cuda = comm->backend == EPMOE_BACKEND_CUDA;
     epmoei_agreed_t fields[] = {
         {"size", comm->bootstrap.size},
-        {"backend", comm->backend},
-        {"transport", comm->transport},
+        [BACKEND] = {"backend", comm->backend},
+        {cuda ? NULL : "transport", comm->transport}, /* the device's is settled later */
         {"timeout_s", comm->timeout_s},
         [HAS_EXCHANGE] = {NULL, comm->bootstrap.exchange_begin && comm->bootstrap.exchange_finish},
     };
-    EPMOEI_CHECK(epmoei_comm_agree_on(comm, "communicator", local, fields, sizeof fields / sizeof fields[0]));
+    epmoe_status_t status = epmoei_comm_agree_on(comm, "communicator", local, fields, sizeof fields / sizeof fields[0]);
+    if (status == EPMOE_ERROR_MISMATCH)
+        for (int32_t r = 1; r < comm->bootstrap.size; r++) {
+            epmoe_backend_t first = (epmoe_backend_t)epmoei_comm_agreed_value(comm, 0, BACKEND);
+            epmoe_backend_t other = (epmoe_backend_t)epmoei_comm_agreed_value(comm, r, BACKEND);
+            if (first && other && first != other)
+                return epmoei_fail(status, "communicator: backend is %s on rank 0 and %s on rank %d",
+                                   backend_string(first), backend_string(other), r);
+        }
+    EPMOEI_CHECK(status);
     for (int32_t r = 0; r < comm->bootstrap.size && comm->bootstrap.size > 1; r++)
         if (epmoei_comm_agreed_value(comm, r, HAS_EXCHANGE) == 0)
             return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
@@ -121,17 +161,38 @@ static epmoe_status_t agree_on_config(epmoe_comm_t *comm, epmoe_status_t local)
     return EPMOE_OK;
 }
 
+/* The device, the transport, and what the transport needs of all ranks. */
+static epmoe_status_t join(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+{
+    if (comm->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_comm_place(comm, config));
+    comm->ops = epmoei_transport_ops(comm->transport);
+    return comm->ops->create && comm->bootstrap.size > 1 ? comm->ops->create(comm, config->nccl_comm) : EPMOE_OK;
+}
+
+static void release(epmoe_comm_t *comm, bool failed)
+{
+    if (comm->ops && comm->ops->destroy) comm->ops->destroy(comm);
+    if (comm->bootstrap.release) comm->bootstrap.release(comm->bootstrap.ctx, failed);
+    epmoei_free(comm->records);
+}
+
 epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
                                  epmoe_comm_t **comm)
 {
-    epmoe_comm_t made = {.failed = EPMOE_OK};
+    epmoe_comm_t made = {.failed = EPMOE_OK, .timeout_s = DEFAULT_TIMEOUT_S};
     epmoe_comm_t *object = NULL;
+    epmoe_comm_config_t own = EPMOE_COMM_CONFIG_INIT;
     bool in_step = false; /* all ranks leave together, so that releasing may be collective */
-    epmoe_status_t status;
+    epmoe_status_t status, local = EPMOE_OK;
     if (comm) *comm = NULL;
-    EPMOEI_CHECK_GOTO(take_bootstrap(&made.bootstrap, bootstrap), fail);
+    own.device = bootstrap || config ? -1 : epmoei_device_current_ordinal();
+    if (config) local = epmoei_copy_sized(&own, sizeof own, config, "config");
+    if (local == EPMOE_OK && own.nccl_comm && !bootstrap)
+        EPMOEI_CHECK_GOTO(take_borrowed(&made.bootstrap, &own), fail);
+    else
+        EPMOEI_CHECK_GOTO(take_bootstrap(&made.bootstrap, bootstrap), fail);
 
-    epmoe_status_t local = take_config(&made, config);
+    if (local == EPMOE_OK) local = take_config(&made, &own);
     if (local == EPMOE_OK && !comm) local = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "comm is NULL");
     object = epmoei_alloc(sizeof *object);
     made.records = epmoei_alloc(epmoei_comm_records_size(made.bootstrap.size));
@@ -141,6 +202,7 @@ epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe
             epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a communicator of %d ranks", made.bootstrap.size);
     status = agree_on_memory(&made, memory);
     if (status == EPMOE_OK) status = agree_on_config(&made, local);
+    if (status == EPMOE_OK) status = join(&made, &own);
     in_step = made.failed == EPMOE_OK;
     if (status != EPMOE_OK) goto fail;
 
@@ -148,8 +210,7 @@ epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe
     *comm = object;
     return EPMOE_OK;
 fail:
-    if (made.bootstrap.release) made.bootstrap.release(made.bootstrap.ctx, !in_step);
-    epmoei_free(made.records);
+    release(&made, !in_step);
     epmoei_free(object);
     return status;
 }
@@ -157,8 +218,7 @@ fail:
 void epmoe_comm_destroy(epmoe_comm_t *comm)
 {
     if (!comm) return;
-    if (comm->bootstrap.release) comm->bootstrap.release(comm->bootstrap.ctx, comm->failed != EPMOE_OK);
-    epmoei_free(comm->records);
+    release(comm, comm->failed != EPMOE_OK);
     epmoei_free(comm);
 }
 
@@ -170,6 +230,8 @@ epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm)
 {
     return comm ? comm->transport : EPMOE_TRANSPORT_LOCAL;
 }
+
+int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm) { return comm ? comm->ranks_per_device : 0; }
 
 epmoe_status_t epmoe_comm_get_async_error(const epmoe_comm_t *comm)
 {

@@ -9,16 +9,21 @@
 #define EPMOEI_MAX_AGREED 32 /* numbers in one epmoei_comm_agree_on */
 
 struct epmoei_record; /* what one rank says in epmoei_comm_agree_on */
+struct epmoei_nccl;   /* transport nccl's */
+typedef struct epmoei_transport_ops epmoei_transport_ops_t;
 
 struct epmoe_comm {
     epmoe_bootstrap_t bootstrap; /* size 1: all callbacks may be NULL */
     epmoe_transport_t transport; /* resolved */
     epmoe_backend_t backend;     /* resolved */
-    int32_t device;
+    int32_t device;              /* CUDA: ordinal in this process */
+    int32_t ranks_per_device;    /* CUDA: the most ranks that share one device; 0 on the CPU */
     double timeout_s;
     epmoe_status_t failed; /* first fatal failure, sticky */
     char failed_text[512];
     /* comm/ alone */
+    const epmoei_transport_ops_t *ops;
+    struct epmoei_nccl *nccl;
     bool exchanging;               /* between the halves of an exchange */
     double wait_left_s;            /* what the call in progress may still wait for peers */
     int64_t num_objects;           /* dispatch objects made so far: numbers them alike on all ranks */
@@ -54,16 +59,35 @@ epmoe_status_t epmoei_comm_gather(epmoe_comm_t *comm, const char *phase, const v
 /* Marks the communicator failed with this thread's last error and returns `status`. The first failure stays. */
 epmoe_status_t epmoei_comm_fail(epmoe_comm_t *comm, epmoe_status_t status);
 
+/* Asks again and again, until *over or an error, and gives the core away in between. TIMEOUT, without a message, when
+ * that takes longer than timeout_s. */
+typedef epmoe_status_t (*epmoei_ask_fn)(void *ctx, bool *over);
+epmoe_status_t epmoei_poll(epmoei_ask_fn ask, void *ctx, double timeout_s);
+/* The same inside an entered call, as long as it may still wait. A failure marks the communicator failed; `missing`
+ * says in a timeout's message what did not happen. */
+epmoe_status_t epmoei_comm_wait(epmoe_comm_t *comm, const char *phase, const char *missing, epmoei_ask_fn ask,
+                                void *ctx);
+
 /* The records of epmoei_comm_agree_on. */
 int64_t epmoei_comm_records_size(int32_t size);
+
+/* CUDA, collective: takes this rank's device and makes it current, finds out who shares one, and settles the transport
+ * that the ranks asked for. */
+epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *config);
+/* BAD_STATE unless the communicator's device is the calling thread's current one; OK on the CPU. */
+epmoe_status_t epmoei_comm_check_device(const epmoe_comm_t *comm);
 
 /* Dispatch in two halves, so that the caller computes while rows travel. `local` is the caller's own status: one that
  * is not OK is sent to all ranks in place of rows, and comes back to this rank unchanged, with its message. Every begin
  * that returns OK is followed by a finish; a begin that fails has ended the dispatch on every rank. x, ids and weights
- * have been read when begin returns, but with one rank, where the result points to them. */
-epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local);
-epmoe_status_t epmoei_dispatch_finish(epmoe_ep_t *ep, epmoe_dispatch_result_t *result);
+ * have been read when begin returns (CUDA: when the stream has come to that point), but with one rank, where the result
+ * points to them. Both halves on the same stream. */
+epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
+                                     epmoe_stream_t stream);
+epmoe_status_t epmoei_dispatch_finish(epmoe_ep_t *ep, epmoe_dispatch_result_t *result, epmoe_stream_t stream);
 
+/* Rows that the last dispatch brought here, known to the host; the device's copy is the result's. */
+int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep);
 /* Bytes that the last dispatch sent to other ranks, and that its combine sends. */
 int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep);
 

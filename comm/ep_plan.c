@@ -1,6 +1,7 @@
 #include "comm/ep_plan.h"
 
 #include "base/dtype.h"
+#include "comm/transport.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -20,35 +21,54 @@ static int64_t header_bytes(int32_t size)
     return epmoei_round_up((int64_t)sizeof(epmoei_header_t) + 4 * (int64_t)size, 64);
 }
 
-/* The only place that knows sizes: with base NULL it counts. */
-static void carve_buffers(epmoei_ep_buffers_t *b, epmoei_arena_t *arena, const epmoe_ep_config_t *config, int32_t size,
-                          int64_t max_rows)
+typedef struct arenas_t {
+    epmoei_arena_t host, pinned, device;
+} arenas_t;
+
+/* The only place that knows sizes: with bases NULL it counts. */
+static void carve_buffers(epmoei_ep_buffers_t *b, arenas_t *arenas, const epmoe_ep_config_t *config, int32_t size,
+                          int64_t max_rows, epmoe_backend_t backend, epmoe_transport_t transport)
 {
+    bool cuda = backend == EPMOE_BACKEND_CUDA;
+    epmoei_arena_t *host = &arenas->host, *pinned = cuda ? &arenas->pinned : host;
+    epmoei_arena_t *device = cuda ? &arenas->device : host;
     int64_t tokens = config->max_tokens, k = config->top_k, d = config->hidden, ranks = size;
     int64_t row = d * epmoe_dtype_size(config->dtype);
     int64_t partial_row = d * epmoe_dtype_size(partial_dtype(config->dtype, size));
-    b->y = epmoei_carve(arena, max_rows * partial_row);
-    b->capacity = epmoei_carve(arena, 8 * ranks);
+    *b = (epmoei_ep_buffers_t){0};
+    b->y = epmoei_carve(device, max_rows * partial_row);
+    b->capacity = epmoei_carve(host, 8 * ranks);
+    if (cuda) b->device_num_rows = epmoei_carve(device, 4);
     if (size == 1) return;
 
     int64_t slots = tokens * ranks_per_token(config, size);
-    int64_t outbox = tokens * epmoei_min64(k, ranks - 1);
-    b->headers = epmoei_carve(arena, ranks * header_bytes(size));
-    b->send_offset = epmoei_carve(arena, 8 * (ranks + 1));
-    b->recv_offset = epmoei_carve(arena, 8 * (ranks + 1));
-    b->first_expert = epmoei_carve(arena, 4 * (ranks + 1));
-    b->owner = epmoei_carve(arena, 4 * (int64_t)config->num_experts);
-    b->cursor = epmoei_carve(arena, 4 * ranks);
-    b->slot_token = epmoei_carve(arena, 4 * slots);
-    b->token_slots = epmoei_carve(arena, 4 * slots);
-    b->sends = epmoei_carve(arena, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
-    b->recvs = epmoei_carve(arena, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
-    b->outbox = epmoei_carve(arena, outbox * epmoei_max64(row, partial_row));
-    b->outbox_ids = epmoei_carve(arena, outbox * k * 4);
-    b->outbox_weights = epmoei_carve(arena, outbox * k * 4);
-    b->x = epmoei_carve(arena, max_rows * row);
-    b->ids = epmoei_carve(arena, max_rows * k * 4);
-    b->weights = epmoei_carve(arena, max_rows * k * 4);
+    int64_t outbox = tokens * epmoei_min64(k, ranks - 1), widest = epmoei_max64(row, partial_row);
+    b->headers = epmoei_carve(host, ranks * header_bytes(size));
+    b->send_offset = epmoei_carve(host, 8 * (ranks + 1));
+    b->recv_offset = epmoei_carve(host, 8 * (ranks + 1));
+    b->first_expert = epmoei_carve(host, 4 * (ranks + 1));
+    b->owner = epmoei_carve(host, 4 * (int64_t)config->num_experts);
+    b->cursor = epmoei_carve(host, 4 * ranks);
+    b->slot_token = epmoei_carve(pinned, 4 * slots);
+    b->token_slots = epmoei_carve(pinned, 4 * slots);
+    b->sends = epmoei_carve(host, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
+    b->recvs = epmoei_carve(host, 3 * ranks * (int64_t)sizeof(epmoe_segment_t));
+    b->outbox = epmoei_carve(device, outbox * widest);
+    b->outbox_ids = epmoei_carve(host, outbox * k * 4);
+    b->outbox_weights = epmoei_carve(host, outbox * k * 4);
+    b->x = epmoei_carve(device, max_rows * row);
+    b->ids = epmoei_carve(pinned, max_rows * k * 4);
+    b->weights = epmoei_carve(pinned, max_rows * k * 4);
+    b->device_slot_token = cuda ? epmoei_carve(device, 4 * slots) : b->slot_token;
+    b->device_token_slots = cuda ? epmoei_carve(device, 4 * slots) : b->token_slots;
+    b->device_ids = cuda ? epmoei_carve(device, max_rows * k * 4) : b->ids;
+    b->device_weights = cuda ? epmoei_carve(device, max_rows * k * 4) : b->weights;
+    if (!cuda) return;
+    b->own_ids = epmoei_carve(pinned, tokens * k * 4);
+    b->own_weights = epmoei_carve(pinned, tokens * k * 4);
+    if (transport != EPMOE_TRANSPORT_MPI) return;
+    b->staged_outbox = epmoei_carve(pinned, outbox * widest);
+    b->staged_rows = epmoei_carve(pinned, max_rows * widest);
 }
 
 static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_t *config)
@@ -91,9 +111,9 @@ epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t siz
                            (long long)max_recv_rows, INT32_MAX);
     if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
     epmoei_ep_buffers_t unused;
-    epmoei_arena_t arena = {0};
-    carve_buffers(&unused, &arena, &own, size, max_recv_rows);
-    *bytes = arena.used;
+    arenas_t arenas = {0};
+    carve_buffers(&unused, &arenas, &own, size, max_recv_rows, EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_MPI);
+    *bytes = arenas.host.used;
     return EPMOE_OK;
 }
 
@@ -119,12 +139,19 @@ static int64_t capacity_of(const epmoe_comm_t *comm, int32_t rank)
 
 static epmoe_status_t make_buffers(epmoe_ep_t *ep)
 {
-    ep->max_rows = (int32_t)capacity_of(ep->comm, ep->rank);
-    epmoei_arena_t arena = {0};
-    carve_buffers(&ep->buffers, &arena, &ep->config, ep->size, ep->max_rows);
-    EPMOEI_CHECK(epmoei_alloc_for(&ep->memory, arena.used, "dispatch buffers"));
-    arena = (epmoei_arena_t){.base = ep->memory};
-    carve_buffers(&ep->buffers, &arena, &ep->config, ep->size, ep->max_rows);
+    const epmoe_comm_t *comm = ep->comm;
+    arenas_t arenas = {0};
+    ep->max_rows = (int32_t)capacity_of(comm, ep->rank);
+    carve_buffers(&ep->buffers, &arenas, &ep->config, ep->size, ep->max_rows, comm->backend, comm->transport);
+    EPMOEI_CHECK(epmoei_alloc_for(&ep->memory, arenas.host.used, "dispatch buffers"));
+    if (epmoei_ep_is_cuda(ep)) {
+        EPMOEI_CHECK(epmoei_comm_check_device(comm));
+        EPMOEI_CHECK(epmoei_event_create(&ep->event));
+        EPMOEI_CHECK(epmoei_memory_alloc(comm->backend, &ep->device_memory, arenas.device.used, "dispatch buffers"));
+        EPMOEI_CHECK(epmoei_pinned_alloc(&ep->pinned_memory, arenas.pinned.used, "dispatch buffers"));
+    }
+    arenas = (arenas_t){{ep->memory, 0}, {ep->pinned_memory, 0}, {ep->device_memory, 0}};
+    carve_buffers(&ep->buffers, &arenas, &ep->config, ep->size, ep->max_rows, comm->backend, comm->transport);
 
     epmoei_ep_buffers_t *b = &ep->buffers;
     if (ep->size > 1) memset(b->headers, 0, (size_t)(ep->size * ep->header_bytes));
@@ -170,17 +197,23 @@ fail:
     return status;
 }
 
-/* Objects that were destroyed with a transfer in flight: the transport may still touch their buffers. */
+/* Objects that were destroyed with a transfer in flight: the transport may still touch their buffers. After a failure
+ * on a device also those without one: giving memory back would wait for a stream that may never end. */
 static _Atomic(struct epmoe_ep *) kept;
 
 void epmoe_ep_destroy(epmoe_ep_t *ep)
 {
     if (!ep) return;
-    if (ep->in_flight) {
+    if (ep->in_flight || (epmoei_ep_is_cuda(ep) && ep->size > 1 && ep->comm->failed != EPMOE_OK)) {
         ep->next_kept = atomic_load(&kept);
         while (!atomic_compare_exchange_weak(&kept, &ep->next_kept, ep)) {
         }
         return;
+    }
+    if (epmoei_ep_is_cuda(ep)) {
+        epmoei_memory_free(EPMOE_BACKEND_CUDA, ep->device_memory);
+        epmoei_pinned_free(ep->pinned_memory);
+        epmoei_event_destroy(ep->event);
     }
     epmoei_free(ep->memory);
     epmoei_free(ep);
@@ -189,6 +222,24 @@ void epmoe_ep_destroy(epmoe_ep_t *ep)
 epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep) { return ep ? ep->partial_dtype : EPMOE_DTYPE_NONE; }
 
 int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->wire_bytes; }
+
+int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep) { return ep->num_rows; }
+
+epmoei_trip_t epmoei_ep_trip(const epmoe_ep_t *ep, bool home)
+{
+    const epmoei_ep_buffers_t *b = &ep->buffers;
+    bool cuda = epmoei_ep_is_cuda(ep);
+    char *rows = home ? b->y : b->x;
+    return (epmoei_trip_t){
+        .phase = home ? "combine" : "dispatch (rows)",
+        .home = home,
+        .row_bytes = home ? ep->partial_bytes : ep->row_bytes,
+        .outbox = b->outbox,
+        .rows = rows,
+        .host_outbox = cuda ? b->staged_outbox : b->outbox,
+        .host_rows = cuda ? b->staged_rows : rows,
+    };
+}
 
 epmoe_status_t epmoei_ep_exchange_begin(epmoe_ep_t *ep, const char *phase, int32_t num_sends, int32_t num_recvs)
 {

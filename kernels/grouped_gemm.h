@@ -31,6 +31,7 @@ int64_t epmoei_grouped_gemm_workspace_ref(const epmoe_grouped_gemm_args_t *args)
 epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_grouped_gemm_sm80(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args);
+epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 /* What every CUDA tier needs beyond epmoei_grouped_gemm_check: types, K a multiple of 8, alignment. */
 epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gemm_args_t *args);

@@ -164,6 +164,17 @@ __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float
     return p.weight_on_input ? value : value * weight;
 }
 
+/* Two 16-bit outputs, a in the low half. */
+__device__ __forceinline__ uint32_t gemm_pack(const gemm_params_t &p, float a, float b)
+{
+    if (p.y_dtype == EPMOE_BF16) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+        return *(uint32_t *)&pair;
+    }
+    __half2 pair = __floats2half2_rn(a, b);
+    return *(uint32_t *)&pair;
+}
+
 /* kCount outputs from `col` on, of one row, to y. */
 template <int kCount>
 __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t element, const float (&value)[kCount])
@@ -174,6 +185,8 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
 #pragma unroll
             for (int i = 0; i < kCount; i += 4)
                 *(float4 *)(y + i) = make_float4(value[i], value[i + 1], value[i + 2], value[i + 3]);
+        else if constexpr (kCount == 2)
+            *(float2 *)y = make_float2(value[0], value[1]);
         else
             y[0] = value[0];
         return;
@@ -187,6 +200,10 @@ __device__ __forceinline__ void gemm_store(const gemm_params_t &p, int64_t eleme
     if constexpr (kCount == 8)
         *(uint4 *)y = make_uint4(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16,
                                  bits[4] | (uint32_t)bits[5] << 16, bits[6] | (uint32_t)bits[7] << 16);
+    else if constexpr (kCount == 4)
+        *(uint2 *)y = make_uint2(bits[0] | (uint32_t)bits[1] << 16, bits[2] | (uint32_t)bits[3] << 16);
+    else if constexpr (kCount == 2)
+        *(uint32_t *)y = bits[0] | (uint32_t)bits[1] << 16;
     else
         y[0] = bits[0];
 }

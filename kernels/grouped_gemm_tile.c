@@ -8,3 +8,8 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows)
     if (mean <= 64) return 64;
     return 128;
 }
+
+int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)
+{
+    return epmoei_ceil_div(max_rows, num_experts) <= 64 ? 64 : 256;
+}

@@ -17,7 +17,7 @@ static epmoei_kernel_table_t cpu_table;
 static epmoei_cpu_tier_t cpu_tier;
 static char bad_arch[64];
 #if EPMOE_HAVE_CUDA
-static epmoei_kernel_table_t cuda_table;
+static epmoei_kernel_table_t sm80_table, sm90_table;
 #endif
 static int32_t cuda_tier; /* 0 = masked, 80 or 90: the highest that EPMOE_ARCH lets through */
 
@@ -45,7 +45,7 @@ static void init_tables(void)
     if (arch && !strcmp(arch, "sm80")) cuda_tier = 80;
 
 #if EPMOE_HAVE_CUDA
-    cuda_table = (epmoei_kernel_table_t){
+    sm80_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_sm80,
         .align = epmoei_align_sm80,
         .align_workspace = epmoei_align_workspace_sm80,
@@ -56,6 +56,8 @@ static void init_tables(void)
         .silu_and_mul = epmoei_silu_and_mul_sm80,
         .sum = epmoei_sum_sm80,
     };
+    sm90_table = sm80_table;
+    sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,
@@ -124,7 +126,7 @@ epmoe_status_t epmoei_kernels(epmoe_backend_t backend, const epmoei_kernel_table
 #if EPMOE_HAVE_CUDA
     if (resolved == EPMOE_BACKEND_CUDA) {
         EPMOEI_CHECK(epmoei_error_word_check());
-        *table = &cuda_table;
+        *table = epmoei_cuda_tier() == 90 ? &sm90_table : &sm80_table;
     }
 #endif
     return EPMOE_OK;

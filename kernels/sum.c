@@ -36,3 +36,18 @@ epmoe_status_t epmoe_sum(const epmoe_sum_args_t *args, epmoe_stream_t stream)
     if (!table->sum) return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "epmoe_sum has no kernel on this backend");
     return table->sum(&checked, stream);
 }
+
+epmoe_status_t epmoei_sum_aligned(const epmoe_sum_args_t *args, int32_t num_experts, epmoe_stream_t stream)
+{
+#if EPMOE_HAVE_CUDA
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    if (backend == EPMOE_BACKEND_CUDA) {
+        epmoe_sum_args_t checked;
+        EPMOEI_CHECK(epmoei_sum_check(args, &checked));
+        return checked.num_tokens ? epmoei_sum_aligned_sm80(&checked, num_experts, stream) : EPMOE_OK;
+    }
+#endif
+    (void)num_experts; /* a host align fails on any other id */
+    return epmoe_sum(args, stream);
+}

@@ -31,6 +31,11 @@ epmoe_status_t epmoei_sum_ref(const epmoe_sum_args_t *args, epmoe_stream_t strea
 epmoe_status_t epmoei_sum_cpu(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream);
 
+/* epmoe_sum of the slots of `num_experts` experts whose ids an align has seen before: on CUDA an id outside
+ * [-1,num_experts) counts as -1, as it did there, and is not reported a second time. */
+epmoe_status_t epmoei_sum_aligned(const epmoe_sum_args_t *args, int32_t num_experts, epmoe_stream_t stream);
+epmoe_status_t epmoei_sum_aligned_sm80(const epmoe_sum_args_t *args, int32_t num_experts, epmoe_stream_t stream);
+
 /* Host memory only: checks what the first rows of ids hold. */
 epmoe_status_t epmoei_sum_check_ids(const epmoe_sum_args_t *args, int32_t num_tokens);
 

@@ -94,7 +94,7 @@ extern "C" epmoe_status_t epmoei_row_sum_sm80(const epmoei_row_sum_t *sum, const
     }
 }
 
-extern "C" epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t sum_slots(const epmoe_sum_args_t *args, int32_t bound, int32_t *error_word, epmoe_stream_t stream)
 {
     EPMOEI_CHECK_ALIGNED(args->y, 16);
     EPMOEI_CHECK_ALIGNED(args->out, 16);
@@ -111,12 +111,23 @@ extern "C" epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_st
     sum.residual = args->residual;
     sum.out = args->out;
     sum.num_tokens_dev = args->num_tokens_dev;
-    sum.error_word = epmoei_error_word();
-    sum.bound = INT32_MAX;
+    sum.error_word = error_word;
+    sum.bound = bound;
     sum.num_tokens = args->num_tokens;
     sum.top_k = args->top_k;
     sum.hidden = args->hidden;
     sum.y_dtype = args->y_dtype;
     sum.out_dtype = args->out_dtype;
     return epmoei_row_sum_sm80(&sum, "epmoe_sum", stream);
+}
+
+extern "C" epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream)
+{
+    return sum_slots(args, INT32_MAX, epmoei_error_word(), stream);
+}
+
+extern "C" epmoe_status_t epmoei_sum_aligned_sm80(const epmoe_sum_args_t *args, int32_t num_experts,
+                                                  epmoe_stream_t stream)
+{
+    return sum_slots(args, num_experts, NULL, stream);
 }

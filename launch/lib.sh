@@ -21,10 +21,11 @@ have() {
     case $1 in
     gcc) command -v cc ;;
     g++) command -v c++ ;;
-    ninja-build) command -v ninja || command -v make ;;
+    make) command -v make || command -v ninja ;;
     pkg-config) command -v pkg-config ;;
     clang-format) command -v clang-format ;;
     cmake) command -v cmake ;;
+    git) command -v git ;;
     openmpi-bin) command -v mpirun ;;
     libopenmpi-dev) command -v mpicc ;;
     libopenblas-dev) compiles cblas.h openblas ;;
@@ -73,7 +74,7 @@ need() {
     done
 }
 
-need_to_build() { need gcc g++ cmake ninja-build libopenblas-dev libjansson-dev openmpi-bin libopenmpi-dev; }
+need_to_build() { need gcc g++ cmake make libopenblas-dev libjansson-dev openmpi-bin libopenmpi-dev; }
 
 # ---------------------------------------------------------------------------------------------------------- build
 

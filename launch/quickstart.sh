@@ -16,5 +16,6 @@ if [ -f build/CMakeCache.txt ]; then build build; else build build -DEPMOE_TESTS
 mpi_environment "$ranks"
 thread_environment "$ranks"
 cd build
-say "running, in build/: mpirun -np $ranks ./moe_layer_bench $*"
-exec mpirun -np "$ranks" ./moe_layer_bench "$@"
+command=(mpirun -np "$ranks" ./moe_layer_bench "$@")
+say "running, in build/: ${command[*]}"
+exec "${command[@]}"

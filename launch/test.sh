@@ -31,5 +31,6 @@ if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     say "no GPU here: tests with the label gpu are left out"
     selection+=(-LE gpu)
 fi
-say "running: ctest --test-dir $dir --output-on-failure ${selection[*]} $*"
-exec ctest --test-dir "$dir" --output-on-failure "${selection[@]}" "$@"
+command=(ctest --test-dir "$dir" --output-on-failure "${selection[@]}" "$@")
+say "running: ${command[*]}"
+exec "${command[@]}"

@@ -1,8 +1,10 @@
 #include "moe/experts.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
+#include "kernels/sum.h"
 
 #include <string.h>
 
@@ -213,25 +215,20 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, epmoei_stages_t *stages)
+static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, epmoe_stream_t stream,
+                                 epmoei_stages_t *stages)
 {
-    if (args->num_tokens == 0) return EPMOE_OK;
-    plan_t plan;
-    EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
-    EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
-    /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
-    plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
-    for (int32_t first = 0; first < args->num_tokens; first += plan.chunk_tokens) {
-        int32_t tokens = (int32_t)epmoei_min64(plan.chunk_tokens, args->num_tokens - first);
-        epmoe_align_args_t align = align_args(args, &plan, first, tokens);
+    for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
+        int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
+        epmoe_align_args_t align = align_args(args, plan, first, tokens);
         EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
-        epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, &plan, first, tokens);
+        epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
         EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
-        epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, &plan, first, tokens);
+        epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
         EPMOEI_CHECK(epmoe_grouped_gemm(&gemm2, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
 
@@ -240,19 +237,35 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
         sum.num_tokens = tokens;
         sum.top_k = args->top_k;
         sum.hidden = args->hidden;
-        sum.y_dtype = plan.slot_dtype;
+        sum.y_dtype = plan->slot_dtype;
         sum.out_dtype = args->y_dtype;
-        sum.y = plan.slots;
+        sum.y = plan->slots;
         sum.num_tokens_dev = args->num_tokens_dev;
         sum.ids = args->ids + (int64_t)first * args->top_k;
         int64_t at = (int64_t)first * args->hidden;
         sum.addend = args->addend ? args->addend + at : NULL;
         sum.residual = args->residual ? (const char *)args->residual + at * epmoe_dtype_size(args->y_dtype) : NULL;
         sum.out = (char *)args->y + at * epmoe_dtype_size(args->y_dtype);
-        EPMOEI_CHECK(epmoe_sum(&sum, stream));
+        EPMOEI_CHECK(epmoei_sum_aligned(&sum, args->num_experts, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_COMBINE));
     }
     return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, epmoei_stages_t *stages)
+{
+    if (args->num_tokens == 0) return EPMOE_OK;
+    plan_t plan;
+    EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
+    EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
+    /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
+    plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
+    /* What earlier calls found was reported above; what this call's align finds is for the next call, and must not
+     * end this one half way, whenever the device gets there. */
+    epmoei_error_word_hold(1);
+    epmoe_status_t status = run_chunks(args, &plan, stream, stages);
+    epmoei_error_word_hold(-1);
+    return status;
 }
 
 epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes)

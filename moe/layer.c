@@ -46,7 +46,7 @@ static epmoe_status_t find_max_rows(epmoe_layer_t *layer)
     if (status == EPMOE_OK) status = epmoe_comm_all_gather(layer->comm, &mine, all, sizeof mine);
     for (int32_t r = 0; status == EPMOE_OK && r < size; r++) total += all[r];
     epmoei_free(all);
-    layer->max_rows = layer->config.capacity ? epmoei_min64(layer->config.capacity, total) : total;
+    layer->max_rows = epmoei_layer_max_rows(&layer->config, total);
     return status;
 }
 
@@ -97,8 +97,7 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
 
 epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm_t *comm, epmoe_layer_t **out)
 {
-    if (!out) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
-    *out = NULL;
+    if (out) *out = NULL;
     epmoe_comm_t *own_comm = NULL;
     if (!comm) {
         EPMOEI_CHECK(epmoe_comm_create(NULL, NULL, &own_comm));
@@ -110,6 +109,7 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
     epmoe_status_t status = layer ? epmoei_layer_config_check(config, &checked)
                                   : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a layer");
     if (status == EPMOE_OK && comm->backend == EPMOE_BACKEND_CUDA) status = check_cuda(&checked);
+    if (status == EPMOE_OK && !out) status = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     status = agree(comm, status, &checked);
     if (status != EPMOE_OK) goto fail;
 

@@ -62,6 +62,9 @@ struct epmoe_layer {
 /* Checks and fills defaults. */
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);
 
+/* Most rows that a dispatch may bring to a rank, when all ranks together may have all_tokens. */
+int64_t epmoei_layer_max_rows(const epmoe_layer_config_t *config, int64_t all_tokens);
+
 /* Carves; base NULL counts. max_rows: most rows that the experts of this rank may get in one forward. */
 epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
                                              int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out);

@@ -12,6 +12,11 @@ typedef struct forward_t {
     epmoe_forward_args_t args; /* on the CPU num_tokens is the actual T and num_tokens_dev NULL */
     epmoe_stream_t stream;
     epmoei_stages_t stages;
+    /* Where the router's results go: the workspace, or on CUDA at once to the caller, since only the device knows how
+     * many rows there are to copy. */
+    float *logits;
+    int32_t *ids;
+    float *weights;
 } forward_t;
 
 static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t *args)
@@ -40,6 +45,16 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", own->x ? "y" : "x",
                            own->num_tokens);
     return EPMOE_OK;
+}
+
+static void choose_router_outputs(forward_t *forward)
+{
+    const epmoe_layer_t *layer = forward->layer;
+    const epmoe_forward_args_t *args = &forward->args;
+    bool direct = layer->backend == EPMOE_BACKEND_CUDA;
+    forward->logits = direct && args->logits_out ? args->logits_out : layer->workspace.logits;
+    forward->ids = direct && args->ids_out ? args->ids_out : layer->workspace.ids;
+    forward->weights = direct && args->weights_out ? args->weights_out : layer->workspace.weights;
 }
 
 /* A product over all tokens of this rank: one group. */
@@ -72,12 +87,11 @@ static epmoe_status_t route(forward_t *forward)
     const epmoe_layer_t *layer = forward->layer;
     const epmoe_layer_config_t *config = &layer->config;
     const epmoe_forward_args_t *args = &forward->args;
-    const epmoei_layer_workspace_t *workspace = &layer->workspace;
     if (args->num_tokens == 0) return EPMOE_OK;
 
     epmoe_grouped_gemm_args_t gemm = dense_gemm(forward, config->num_experts, config->hidden, args->x,
                                                 epmoei_format_of_dtype(layer->weights.formats.router),
-                                                layer->weights.router, EPMOE_F32, workspace->logits);
+                                                layer->weights.router, EPMOE_F32, forward->logits);
     gemm.bias = layer->weights.router_bias;
     gemm.batch_invariant = 1; /* a token's experts must not depend on its batch */
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm, forward->stream));
@@ -88,7 +102,7 @@ static epmoe_status_t route(forward_t *forward)
     topk.num_experts = config->num_experts;
     topk.top_k = config->top_k;
     topk.logits_dtype = EPMOE_F32;
-    topk.logits = args->logits ? args->logits : workspace->logits;
+    topk.logits = args->logits ? args->logits : forward->logits;
     topk.selection_bias = layer->weights.selection_bias;
     topk.scoring = config->scoring;
     topk.renormalize = config->renormalize;
@@ -96,8 +110,8 @@ static epmoe_status_t route(forward_t *forward)
     topk.n_group = config->n_group;
     topk.topk_group = config->topk_group;
     topk.group_score = config->group_score;
-    topk.ids = workspace->ids;
-    topk.weights = workspace->weights;
+    topk.ids = forward->ids;
+    topk.weights = forward->weights;
     topk.num_tokens_dev = args->num_tokens_dev;
     return epmoe_topk(&topk, forward->stream);
 }
@@ -193,12 +207,15 @@ static epmoe_status_t run_local(forward_t *forward)
     epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
+    if (args->num_tokens > layer->max_rows)
+        return epmoei_fail(EPMOE_ERROR_CAPACITY, "num_tokens is %d: the capacity is %lld rows", args->num_tokens,
+                           (long long)layer->max_rows);
     EPMOEI_CHECK(route(forward));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
     EPMOEI_CHECK(run_shared(forward));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
-    epmoe_experts_args_t experts = experts_args(layer, args->num_tokens, args->x, workspace->ids, workspace->weights,
-                                                layer->config.dtype, args->y);
+    epmoe_experts_args_t experts =
+        experts_args(layer, args->num_tokens, args->x, forward->ids, forward->weights, layer->config.dtype, args->y);
     experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
@@ -207,7 +224,7 @@ static epmoe_status_t run_local(forward_t *forward)
 
 static epmoe_status_t copy_out(const forward_t *forward, void *to, const void *from, int64_t row_elements)
 {
-    if (!to) return EPMOE_OK;
+    if (!to || to == from) return EPMOE_OK;
     return epmoei_memory_copy(forward->layer->backend, to, from, forward->args.num_tokens * row_elements * 4,
                               forward->stream);
 }
@@ -224,21 +241,21 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
     dispatch.num_tokens = args->num_tokens;
     dispatch.x = args->x;
-    dispatch.ids = layer->workspace.ids;
-    dispatch.weights = layer->workspace.weights;
-    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local));
+    dispatch.ids = forward->ids;
+    dispatch.weights = forward->weights;
+    EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     local = run_shared(forward); /* while the rows travel */
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
 
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
-    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows));
+    EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows, forward->stream));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
 
     if (local == EPMOE_OK && layer->local_experts) {
-        epmoe_experts_args_t experts = experts_args(layer, *rows.num_rows, rows.x, rows.ids, rows.weights,
-                                                    epmoe_ep_partial_dtype(layer->ep), rows.y);
+        epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
+                                                    rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
         local = epmoei_experts_run(&experts, forward->stream, &forward->stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
@@ -264,6 +281,7 @@ epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forwar
     forward_t forward = {.layer = layer, .stream = stream};
     epmoe_status_t status = check_args(&forward, args);
     if (status != EPMOE_OK) forward.args.num_tokens = 0;
+    choose_router_outputs(&forward);
     if (status == EPMOE_OK) status = epmoei_stages_begin(&forward.stages, stream, forward.args.stage_events);
 
     if (layer->ep) {
@@ -279,9 +297,9 @@ epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forwar
     if (status != EPMOE_OK) return status;
 
     const epmoe_layer_config_t *config = &layer->config;
-    EPMOEI_CHECK(copy_out(&forward, forward.args.logits_out, layer->workspace.logits, config->num_experts));
-    EPMOEI_CHECK(copy_out(&forward, forward.args.ids_out, layer->workspace.ids, config->top_k));
-    EPMOEI_CHECK(copy_out(&forward, forward.args.weights_out, layer->workspace.weights, config->top_k));
+    EPMOEI_CHECK(copy_out(&forward, forward.args.logits_out, forward.logits, config->num_experts));
+    EPMOEI_CHECK(copy_out(&forward, forward.args.ids_out, forward.ids, config->top_k));
+    EPMOEI_CHECK(copy_out(&forward, forward.args.weights_out, forward.weights, config->top_k));
     if (forward.args.stage_us) memcpy(forward.args.stage_us, forward.stages.us, sizeof forward.stages.us);
     return EPMOE_OK;
 }

@@ -3,9 +3,13 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 #include "kernels/activation.h"
+#include "kernels/op_check.h"
 #include "moe/experts.h"
 
 #include <string.h>
+
+/* Of rows of x, h and the expert matrices. With at most INT32_MAX slots, every size in bytes then fits int64. */
+enum { kMaxWidth = 1 << 26 };
 
 static epmoe_status_t check_range(const char *name, int64_t value, int64_t lo, int64_t hi)
 {
@@ -17,7 +21,8 @@ static epmoe_status_t check_range(const char *name, int64_t value, int64_t lo, i
 static epmoe_status_t check_router(epmoe_layer_config_t *config)
 {
     EPMOEI_CHECK(check_range("top_k", config->top_k, 1, epmoei_min64(config->num_experts, EPMOE_MAX_TOP_K)));
-    EPMOEI_CHECK(check_range("intermediate", config->intermediate, 1, INT32_MAX / 2));
+    EPMOEI_CHECK(check_range("intermediate", config->intermediate, 1, kMaxWidth));
+    EPMOEI_CHECK(epmoei_check_volume("gate_up", config->num_experts, 2 * config->intermediate, config->hidden));
     EPMOEI_CHECK(check_range("scoring", config->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_TOPK_SOFTMAX));
     EPMOEI_CHECK(check_range("group_score", config->group_score, EPMOE_GROUP_SCORE_TOP2, EPMOE_GROUP_SCORE_MAX));
     if (config->routed_scale == 0.0f) config->routed_scale = 1.0f;
@@ -40,12 +45,24 @@ static epmoe_status_t check_router(epmoe_layer_config_t *config)
     return EPMOE_OK;
 }
 
+/* What a dense MLP has no use for must not make two configs of it differ. */
+static void drop_routed(epmoe_layer_config_t *config)
+{
+    config->intermediate = config->top_k = config->renormalize = config->n_group = config->topk_group = 0;
+    config->scoring = EPMOE_SCORING_SOFTMAX;
+    config->group_score = EPMOE_GROUP_SCORE_TOP2;
+    config->routed_scale = 0;
+    config->router_has_bias = config->has_selection_bias = config->weight_on_input = config->expert_has_bias = 0;
+    config->capacity = 0;
+}
+
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
 {
     EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, config, "config"));
-    EPMOEI_CHECK(check_range("hidden", out->hidden, 1, INT32_MAX / 2));
+    EPMOEI_CHECK(check_range("hidden", out->hidden, 1, kMaxWidth));
     EPMOEI_CHECK(check_range("num_experts", out->num_experts, 0, EPMOE_MAX_EXPERTS));
-    EPMOEI_CHECK(check_range("shared_intermediate", out->shared_intermediate, 0, INT32_MAX / 2));
+    EPMOEI_CHECK(check_range("shared_intermediate", out->shared_intermediate, 0, kMaxWidth));
+    if (!out->num_experts) drop_routed(out);
     const struct {
         const char *name;
         int32_t value;
@@ -113,15 +130,19 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
     return EPMOE_OK;
 }
 
+int64_t epmoei_layer_max_rows(const epmoe_layer_config_t *config, int64_t all_tokens)
+{
+    return config->capacity ? epmoei_min64(config->capacity, all_tokens) : all_tokens;
+}
+
 epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
                                              int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out)
 {
     epmoei_layer_workspace_t workspace = {0};
-    if (max_rows > INT32_MAX / epmoei_max64(config->top_k, 1))
-        return epmoei_fail(
-            EPMOE_ERROR_INVALID_ARGUMENT,
-            "a dispatch may bring %lld rows here: expected at most %lld; lower max_tokens or set capacity",
-            (long long)max_rows, (long long)(INT32_MAX / epmoei_max64(config->top_k, 1)));
+    if (config->num_experts && max_rows > INT32_MAX / config->top_k)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "a dispatch may bring %lld rows here: expected at most %d; lower max_tokens or set capacity",
+                           (long long)max_rows, INT32_MAX / config->top_k);
     EPMOEI_CHECK(dense_gemm_bytes(config, backend, &workspace.gemm_bytes));
     if (local_experts) {
         epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
@@ -208,7 +229,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
         .shared_gate_up = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
         .shared_down = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
     };
-    int64_t max_rows = checked.capacity ? checked.capacity : (int64_t)checked.max_tokens * size;
+    int64_t max_rows = epmoei_layer_max_rows(&checked, (int64_t)checked.max_tokens * size);
     result.weight_bytes = epmoei_layer_weights_layout(NULL, &checked, result.local_experts, &formats, &weights);
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows, &workspace));
     result.workspace_bytes = workspace.bytes;

@@ -108,6 +108,9 @@ epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_w
     if ((int)own->layout < EPMOE_LAYOUT_GATE_FIRST || own->layout > EPMOE_LAYOUT_PACKED)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weights.layout is %d: expected an epmoe_layout_t",
                            (int)own->layout);
+    if ((layer->config.num_experts || layer->config.shared_gated) && !epmoei_dtype_is_float(own->router_dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weights.router_dtype is %d: expected F32, BF16 or F16",
+                           (int)own->router_dtype);
     bool routed = layer->local_experts > 0, shared = layer->config.shared_intermediate > 0;
     EPMOEI_CHECK(check_format("weights.gate_up", &own->gate_up, routed));
     EPMOEI_CHECK(check_format("weights.down", &own->down, routed));

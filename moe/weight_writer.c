@@ -34,7 +34,7 @@ epmoe_status_t epmoei_writer_put(epmoei_weight_writer_t *writer, const epmoei_vi
         return epmoei_repack_sm80(&args, writer->stream);
     }
 #else
-    (void)stage;
+    (void)stage, (void)writer;
 #endif
     epmoei_repack_cpu(&args);
     return EPMOE_OK;

@@ -107,7 +107,7 @@ static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_
     return 0;
 }
 
-static int32_t check_received(const exchange_case_t *c, int32_t rank, const epmoe_dispatch_result_t *rows)
+int32_t exchange_check_rows(const exchange_case_t *c, int32_t rank, const epmoe_dispatch_result_t *rows)
 {
     int32_t faults = 0;
     int64_t due = 0;
@@ -136,7 +136,7 @@ static int32_t check_received(const exchange_case_t *c, int32_t rank, const epmo
     return faults;
 }
 
-static int32_t check_output(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *inputs, const void *y)
+int32_t exchange_check_output(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *inputs, const void *y)
 {
     int64_t elements = (int64_t)inputs->num_tokens * c->hidden;
     double *ref = allocate(elements * 8);
@@ -172,7 +172,7 @@ int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, i
     dispatch.weights = inputs.num_tokens ? inputs.weights : NULL;
     epmoe_status_t status = epmoe_dispatch(ep, &dispatch, &rows, NULL);
     if (status == EPMOE_OK) {
-        faults += check_received(c, rank, &rows);
+        faults += exchange_check_rows(c, rank, &rows);
         exchange_experts(c, rank, epmoe_ep_partial_dtype(ep), &rows);
         epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
         combine.shared = inputs.shared;
@@ -181,7 +181,7 @@ int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, i
         status = epmoe_combine(ep, &combine, NULL);
     }
     if (status == EPMOE_OK) {
-        faults += check_output(c, rank, &inputs, y);
+        faults += exchange_check_output(c, rank, &inputs, y);
         if (y_out && y_bytes) memcpy(y_out, y, (size_t)y_bytes);
     } else {
         fprintf(stderr, "rank %d: %s: %s\n", rank, epmoe_status_string(status), epmoe_last_error());

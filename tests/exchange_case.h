@@ -36,6 +36,11 @@ int32_t exchange_owner(int32_t num_experts, int32_t size, int32_t expert);
 void exchange_experts(const exchange_case_t *c, int32_t rank, epmoe_dtype_t partial_dtype,
                       const epmoe_dispatch_result_t *rows);
 
+/* Whether all rows that are due, and no others, are there in order; and whether y is what it must be. Host memory.
+ * Number of faults, each of which is a line on stderr. */
+int32_t exchange_check_rows(const exchange_case_t *c, int32_t rank, const epmoe_dispatch_result_t *rows);
+int32_t exchange_check_output(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *inputs, const void *y);
+
 /* Dispatch, experts, combine on an object made with exchange_config. Returns the number of faults, each of which is a
  * line on stderr. y_out, when not NULL, gets a copy of y. */
 int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, int32_t reuse_routing, void *y_out);

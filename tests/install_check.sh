@@ -26,7 +26,9 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS
 two() { timeout 120 mpirun --oversubscribe --bind-to none -np 2 "$@"; }
 
 echo '-- find_package'
-if ! { cmake -S examples -B by_cmake -DCMAKE_PREFIX_PATH="$prefix" && cmake --build by_cmake; } >>log 2>&1; then
+generator=$(sed -n 's/^CMAKE_GENERATOR:INTERNAL=//p' "$build/CMakeCache.txt")
+if ! { cmake -S examples -B by_cmake -G "$generator" -DCMAKE_PREFIX_PATH="$prefix" && cmake --build by_cmake; } \
+    >>log 2>&1; then
     cat log >&2
     fail 'the examples do not build by find_package'
 fi

@@ -47,4 +47,6 @@ forbid 'memory comes from epmoei_alloc' '(malloc|calloc|realloc|aligned_alloc|po
 # It is a library of its own, on the public interface.
 files=(comm/bootstrap_mpi.c)
 forbid 'libepmoe_mpi uses the public headers only' '# *include *"'
+mapfile -t files < <(printf '%s\n' "${files[@]}" | grep -vE '^comm/(bootstrap|transport)_nccl\.c$')
+forbid 'only comm/*_nccl.c see NCCL' '# *include *[<"]nccl(_device)?\.h'
 exit $failed

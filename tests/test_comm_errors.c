@@ -118,7 +118,8 @@ static epmoe_status_t spoiled_dispatch(int32_t variant, epmoe_ep_t *ep, epmoe_di
     case BAD_STRUCT: rows.struct_size = 0; break;
     case REUSE_OTHER_T: args->reuse_routing = 1, args->num_tokens--; break;
     case REUSE_2: args->reuse_routing = 2; break;
-    case CALLER_FAILED: return epmoei_dispatch_begin(ep, args, epmoei_fail(EPMOE_ERROR_IO, "the caller's own trouble"));
+    case CALLER_FAILED:
+        return epmoei_dispatch_begin(ep, args, epmoei_fail(EPMOE_ERROR_IO, "the caller's own trouble"), NULL);
     default: break;
     }
     return epmoe_dispatch(ep, spoiled, result, NULL);

@@ -247,12 +247,12 @@ static void odd_order(void *ctx, epmoe_bootstrap_t bootstrap)
             status = epmoe_comm_agree(comm, EPMOE_OK);
         break;
     case BETWEEN_HALVES:
-        scene->faults += epmoei_dispatch_begin(ep, &args, EPMOE_OK) != EPMOE_OK;
+        scene->faults += epmoei_dispatch_begin(ep, &args, EPMOE_OK, NULL) != EPMOE_OK;
         status = epmoe_comm_agree(comm, EPMOE_OK);
         note(scene, rank, status);
         scene->faults += run_steps(scene, rank, other, 2, y) != EPMOE_ERROR_BAD_STATE;
-        scene->faults += epmoei_dispatch_finish(other, &rows) != EPMOE_ERROR_BAD_STATE;
-        scene->faults += epmoei_dispatch_finish(ep, &rows) != EPMOE_OK;
+        scene->faults += epmoei_dispatch_finish(other, &rows, NULL) != EPMOE_ERROR_BAD_STATE;
+        scene->faults += epmoei_dispatch_finish(ep, &rows, NULL) != EPMOE_OK;
         break;
     default: break;
     }

@@ -20,8 +20,9 @@ static testing_process_t run_bench(int32_t ranks, const char *format, ...)
     va_start(args, format);
     vsnprintf(arguments, sizeof arguments, format, args);
     va_end(args);
-    if (ranks == 0) return testing_run(kLimit, "%s %s", BENCH, arguments);
-    return testing_run(kLimit, "%s %s %s", testing_mpirun(ranks), BENCH, arguments);
+    /* These are tests of the CPU backend, also where there is a device; an option given again replaces the first. */
+    if (ranks == 0) return testing_run(kLimit, "%s --backend cpu %s", BENCH, arguments);
+    return testing_run(kLimit, "%s %s --backend cpu %s", testing_mpirun(ranks), BENCH, arguments);
 }
 
 static const char *golden(const char *name)
@@ -314,6 +315,15 @@ Test(bench, refusals)
         cr_assert_str_empty(process.output, "%s printed: %s", cases[i].options, process.output);
         testing_process_free(&process);
     }
+}
+
+Test(bench, a_backend_that_is_not_there)
+{
+    testing_process_t process = testing_run(kLimit, "EPMOE_ARCH=cpu %s --backend cuda", BENCH);
+    cr_assert_eq(process.exit_code, 3, "exit %d", process.exit_code);
+    cr_assert_eq(strncmp(process.errors, "not supported: --backend:", 25), 0, "%s", process.errors);
+    cr_assert_str_empty(process.output);
+    testing_process_free(&process);
 }
 
 /* Every rank refuses; one of them says why, once. */

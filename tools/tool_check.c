@@ -32,7 +32,8 @@ typedef struct check_t {
     const char *dir;
     const char *golden_path;
     int64_t layer; /* -1 = all */
-    int32_t backend;
+    int32_t wanted_backend;
+    epmoe_backend_t backend;
     int32_t dtype; /* index into dtypes, -1 = default */
     double tolerance;
     double timeout_s;
@@ -60,7 +61,8 @@ static int take(void *ctx, const char *option, const char *value)
         return PROGRAM_OK;
     }
     if (!strcmp(option, "layer")) return tool_take_number(program, option, 0, INT32_MAX, value, &check->layer);
-    if (!strcmp(option, "backend")) return tool_take_choice(program, option, TOOL_BACKENDS, value, &check->backend);
+    if (!strcmp(option, "backend"))
+        return tool_take_choice(program, option, TOOL_BACKENDS, value, &check->wanted_backend);
     if (!strcmp(option, "dtype")) return tool_take_choice(program, option, "fp32,fp16,bf16", value, &check->dtype);
     if (!strcmp(option, "timeout")) return tool_take_positive(program, option, value, &check->timeout_s);
     if (!strcmp(option, "format")) return tool_take_choice(program, option, TOOL_FORMATS, value, &check->format);
@@ -106,45 +108,9 @@ static void report_item(check_t *check, int32_t layer, const char *part, const c
 
 /* ------------------------------------------------------------------------------------------------------- one layer */
 
-/* Buffers of one layer: this rank's share, and after the gathering those of all tokens. */
-typedef struct share_t {
-    int32_t chunk; /* rows per rank, the last ones partly or wholly empty */
-    int32_t rows;  /* of this rank */
-    void *x;
-    void *y;
-    float *logits;
-    float *weights;
-    int32_t *ids;
-    void *all_y;
-    float *all_y_f32;
-    float *all_logits;
-    float *all_weights;
-    int32_t *all_ids;
-    bool *left_out;
-    float *selection_bias;
-} share_t;
-
-static void carve_share(epmoei_arena_t *arena, const epmoe_layer_config_t *config, int32_t ranks, share_t *share)
-{
-    int64_t rows = share->chunk, all = rows * ranks, size = epmoe_dtype_size(config->dtype);
-    int64_t hidden = config->hidden, experts = config->num_experts, k = experts ? config->top_k : 0;
-    share->x = epmoei_carve(arena, rows * hidden * size);
-    share->y = epmoei_carve(arena, rows * hidden * size);
-    share->logits = epmoei_carve(arena, rows * experts * 4);
-    share->weights = epmoei_carve(arena, rows * k * 4);
-    share->ids = epmoei_carve(arena, rows * k * 4);
-    share->all_y = epmoei_carve(arena, all * hidden * size);
-    share->all_y_f32 = epmoei_carve(arena, all * hidden * 4);
-    share->all_logits = epmoei_carve(arena, all * experts * 4);
-    share->all_weights = epmoei_carve(arena, all * k * 4);
-    share->all_ids = epmoei_carve(arena, all * k * 4);
-    share->left_out = epmoei_carve(arena, all * (int64_t)sizeof(bool));
-    share->selection_bias = epmoei_carve(arena, experts * 4);
-}
-
 /* What a rank does alone before the first collective call of a layer. */
 static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe_layer_config_t *config,
-                              golden_values_t *values, share_t *share, void **memory)
+                              golden_values_t *values, check_share_t *share)
 {
     program_t *program = check->program;
     EPMOEI_CHECK(epmoe_checkpoint_layer_config(check->checkpoint, layer->layer, config));
@@ -152,19 +118,13 @@ static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe
     config->dtype = dtypes[check->dtype].dtype;
     share->chunk = (int32_t)epmoei_ceil_div(values->num_tokens, program->size);
     int64_t first = epmoei_min64((int64_t)share->chunk * program->rank, values->num_tokens);
-    share->rows = (int32_t)epmoei_min64(share->chunk, values->num_tokens - first);
-    config->max_tokens = share->rows > 0 ? share->rows : 1;
+    share->count = (int32_t)epmoei_min64(share->chunk, values->num_tokens - first);
+    config->max_tokens = share->count > 0 ? share->count : 1;
 
-    epmoei_arena_t arena = {0};
-    carve_share(&arena, config, program->size, share);
-    arena.base = epmoei_calloc(arena.used);
-    if (!(*memory = arena.base))
-        return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the rows of layer %d: %lld bytes", layer->layer,
-                           (long long)arena.used);
-    arena.used = 0;
-    carve_share(&arena, config, program->size, share);
-    epmoei_from_f32(share->x, values->in + first * config->hidden, config->dtype,
-                    (int64_t)share->rows * config->hidden);
+    EPMOEI_CHECK(check_share_make(share, check->backend, config, program->size));
+    epmoei_from_f32(share->own.x, values->in + first * config->hidden, config->dtype,
+                    (int64_t)share->count * config->hidden);
+    EPMOEI_CHECK(check_share_send(share));
 
     epmoei_layer_source_t source;
     EPMOEI_CHECK(epmoei_checkpoint_layer_source(check->checkpoint, layer->layer, &source));
@@ -174,43 +134,31 @@ static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe
     return EPMOE_OK;
 }
 
-/* Every rank gets the rows of all ranks, in order: the last share is padded, so the padding is at the end. */
-static epmoe_status_t gather(epmoe_comm_t *comm, const share_t *share, const void *own, void *all, int64_t row_bytes)
-{
-    if (!row_bytes) return EPMOE_OK;
-    return epmoe_comm_all_gather(comm, own, all, share->chunk * row_bytes);
-}
-
 static epmoe_status_t run_layer(check_t *check, epmoe_layer_t *layer, const golden_layer_t *golden,
-                                const epmoe_layer_config_t *config, share_t *share)
+                                const epmoe_layer_config_t *config, check_share_t *share)
 {
     epmoe_comm_t *comm = check->program->comm;
     EPMOEI_CHECK(epmoe_layer_load_checkpoint(layer, check->checkpoint, golden->layer, NULL));
+    const check_rows_t *computed = &share->computed;
     epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
-    args.num_tokens = share->rows;
-    args.x = share->x;
-    args.y = share->y;
+    args.num_tokens = share->count;
+    args.x = computed->x;
+    args.y = computed->y;
     if (config->num_experts) {
-        args.logits_out = share->logits;
-        args.ids_out = share->ids;
-        args.weights_out = share->weights;
+        args.logits_out = computed->logits;
+        args.ids_out = computed->ids;
+        args.weights_out = computed->weights;
     }
     EPMOEI_CHECK(epmoe_layer_forward_args(layer, &args, NULL));
-
-    int64_t hidden = config->hidden, experts = config->num_experts, k = experts ? config->top_k : 0;
-    EPMOEI_CHECK(gather(comm, share, share->y, share->all_y, hidden * epmoe_dtype_size(config->dtype)));
-    EPMOEI_CHECK(gather(comm, share, share->logits, share->all_logits, experts * 4));
-    EPMOEI_CHECK(gather(comm, share, share->weights, share->all_weights, k * 4));
-    EPMOEI_CHECK(gather(comm, share, share->ids, share->all_ids, k * 4));
-    epmoei_to_f32(share->all_y_f32, share->all_y, config->dtype, (int64_t)share->chunk * check->program->size * hidden);
-    return EPMOE_OK;
+    EPMOEI_CHECK(epmoe_comm_agree(comm, check_share_bring_home(share)));
+    return check_share_gather(share, comm, config);
 }
 
 /* Every rank has all outputs and judges them alike; rank 0 reports. */
 static void judge(check_t *check, int32_t layer, const epmoe_layer_config_t *config, const golden_values_t *values,
-                  const share_t *share)
+                  const check_share_t *share)
 {
-    check_outputs_t outputs = {share->all_y_f32, share->all_logits, share->all_weights, share->all_ids};
+    check_outputs_t outputs = {share->all_y_f32, share->all.logits, share->all.weights, share->all.ids};
     check_result_t router = {.ids_equal = true}, moe;
     if (values->logits || values->ids) {
         check_router(config, config->has_selection_bias ? share->selection_bias : NULL, values, &outputs,
@@ -228,16 +176,15 @@ static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
     epmoe_comm_t *comm = check->program->comm;
     epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
     golden_values_t values = {0};
-    share_t share = {0};
-    void *memory = NULL;
+    check_share_t share = {0};
     epmoe_layer_t *layer = NULL;
-    epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share, &memory));
+    epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share));
     if (status == EPMOE_OK) status = epmoe_layer_create(&config, comm, &layer);
     if (status == EPMOE_OK) status = run_layer(check, layer, golden, &config, &share);
     if (status == EPMOE_OK) judge(check, golden->layer, &config, &values, &share);
     epmoe_layer_destroy(layer);
     golden_values_free(&values);
-    epmoei_free(memory);
+    check_share_free(&share);
     return status;
 }
 
@@ -256,7 +203,8 @@ static epmoe_status_t check_all(check_t *check)
 {
     program_t *program = check->program;
     epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
-    config.backend = (epmoe_backend_t)check->backend;
+    config.backend = check->backend;
+    config.device = -1;
     config.timeout_s = check->timeout_s;
     EPMOEI_CHECK(program_connect(program, &config));
     EPMOEI_CHECK(epmoe_comm_agree(program->comm, open_files(check)));
@@ -277,10 +225,13 @@ int tool_check(program_t *program, int argc, char **argv)
     if (code) return code;
     if (!check.dir) return program_error_once(program, PROGRAM_BAD_INPUT, "DIR is missing: usage: moe_tool %s", usage);
 
-    epmoe_backend_t backend;
-    epmoe_status_t status = epmoe_backend_resolve((epmoe_backend_t)check.backend, &backend);
+    epmoe_status_t status = epmoe_backend_resolve((epmoe_backend_t)check.wanted_backend, &check.backend);
     if (status != EPMOE_OK) return program_error_once(program, program_exit_code(status), "%s", epmoe_last_error());
-    if (check.dtype < 0) check.dtype = backend == EPMOE_BACKEND_CPU ? 0 : 2;
+    bool cuda = check.backend == EPMOE_BACKEND_CUDA;
+    if (check.dtype < 0) check.dtype = cuda ? 2 : 0;
+    if (cuda && dtypes[check.dtype].dtype == EPMOE_F32)
+        return program_error_once(program, PROGRAM_NOT_SUPPORTED,
+                                  "--dtype is fp32: on CUDA expected fp16 or bf16, or --backend cpu");
     if (!(check.tolerance > 0)) check.tolerance = dtypes[check.dtype].tolerance;
 
     status = check_all(&check);

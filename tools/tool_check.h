@@ -64,4 +64,40 @@ void check_router(const epmoe_layer_config_t *config, const float *selection_bia
 void check_moe(const epmoe_layer_config_t *config, const golden_values_t *golden, const check_outputs_t *outputs,
                double tolerance, const bool *left_out, bool ids_equal, check_result_t *result);
 
+/* One rank's rows of a layer. */
+typedef struct check_rows_t {
+    void *x;
+    void *y;
+    float *logits;
+    float *weights;
+    int32_t *ids;
+    int64_t bytes; /* of all of it, as laid out */
+} check_rows_t;
+
+/* Buffers of one layer: this rank's share of the rows, and after the gathering those of all ranks. */
+typedef struct check_share_t {
+    epmoe_backend_t backend;
+    int32_t chunk;         /* rows per rank, the last ones partly or wholly empty */
+    int32_t count;         /* rows of this rank */
+    check_rows_t computed; /* in the backend's memory */
+    check_rows_t own;      /* the same on the host */
+    check_rows_t all;      /* of every rank; no x */
+    float *all_y_f32;      /* all.y, converted */
+    bool *left_out;
+    float *selection_bias;
+    void *computed_memory;
+    void *host_memory;
+} check_share_t;
+
+/* chunk and count are set by the caller; everything is zeroed but what is in the backend's memory. */
+epmoe_status_t check_share_make(check_share_t *share, epmoe_backend_t backend, const epmoe_layer_config_t *config,
+                                int32_t ranks);
+void check_share_free(check_share_t *share); /* a zeroed share is legal */
+/* The rows of `own` to where they are computed on, and back, waiting for them and reporting what went wrong there. */
+epmoe_status_t check_share_send(const check_share_t *share);
+epmoe_status_t check_share_bring_home(const check_share_t *share);
+/* Collective: every rank gets the rows of all ranks, in order. The last share is padded, so the padding is at the end.
+ */
+epmoe_status_t check_share_gather(const check_share_t *share, epmoe_comm_t *comm, const epmoe_layer_config_t *config);
+
 #endif

@@ -124,6 +124,7 @@ static epmoe_status_t run_op(const op_arguments_t *arguments, op_context_t *cont
     EPMOEI_CHECK(epmoei_safetensors_open(arguments->in, &file));
     status = op_read_tensors(context, file);
     if (status == EPMOE_OK) status = context->op->run(context);
+    if (status == EPMOE_OK) status = op_finish(context);
     epmoei_safetensors_close(file);
     return status;
 }
@@ -144,8 +145,7 @@ static int work(const program_t *program, const op_arguments_t *arguments)
     if (status != EPMOE_OK) return program_report(program, status);
 
     op_context_t context;
-    op_context_init(&context, op);
-    context.backend = backend;
+    op_context_init(&context, op, backend);
     status = run_op(arguments, &context);
     int code = program_report(program, status);
     if (!code) {

@@ -5,7 +5,7 @@
 
 #include "moe/safetensors.h"
 
-/* How a tensor of the file is handed to the op, always copied to aligned memory. */
+/* How a tensor of the file is handed to the op, always copied to aligned memory of the backend. */
 typedef enum op_kind_t {
     OP_FLOAT,  /* F32, BF16 or F16, as it is */
     OP_AS_F32, /* F32, BF16 or F16, converted to F32 */
@@ -57,7 +57,8 @@ extern const op_t tool_ops[]; /* ends with name NULL */
 typedef struct op_value_t {
     bool present;
     epmoe_dtype_t dtype;
-    void *data;
+    void *data; /* in the backend's memory */
+    void *host; /* the same in host memory */
 } op_value_t;
 const op_value_t *op_tensor(const op_context_t *context, const char *name);
 int32_t op_dim(const op_context_t *context, char letter);
@@ -67,11 +68,14 @@ int32_t op_number(const op_context_t *context, const char *key);
 float op_real(const op_context_t *context, const char *key);
 epmoe_backend_t op_backend(const op_context_t *context);
 
-/* A tensor of the output file, zeroed; NULL when there is no memory. */
+/* A tensor of the output file in the backend's memory, poisoned: floats are NaN, so that what the op leaves out cannot
+ * pass for a result. NULL when there is no memory. */
 void *op_output(op_context_t *context, const char *name, epmoe_dtype_t dtype, int32_t num_dims, const int64_t *shape);
 #define OP_SHAPE(...)                                                                                                  \
     (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]) { __VA_ARGS__ }
-/* Scratch that lives as long as the context. */
+/* Scratch of the backend's memory that lives as long as the context; NULL when there is no memory. */
 void *op_scratch(op_context_t *context, int64_t bytes);
+/* The same of host memory, once per op. */
+void *op_host_scratch(op_context_t *context, int64_t bytes);
 
 #endif

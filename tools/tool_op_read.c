@@ -7,24 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-void op_context_init(op_context_t *context, const op_t *op)
-{
-    *context = (op_context_t){.op = op, .backend = EPMOE_BACKEND_AUTO};
-    for (size_t i = 0; i < sizeof context->dims / sizeof context->dims[0]; i++) context->dims[i] = -1;
-}
-
-void op_context_free(op_context_t *context)
-{
-    for (int32_t i = 0; i < OP_MAX_TENSORS; i++) {
-        epmoei_free(context->tensors[i].data);
-        epmoei_free(context->output_data[i]);
-    }
-    for (int32_t i = 0; i < OP_MAX_SCRATCH; i++) epmoei_free(context->scratch[i]);
-}
-
 /* ---------------------------------------------------------------------------------------------------------- keys */
 
-static int32_t find_key(const op_t *op, const char *name, size_t length)
+int32_t op_find_key(const op_t *op, const char *name, size_t length)
 {
     for (int32_t i = 0; op->keys[i].name; i++)
         if (strlen(op->keys[i].name) == length && !memcmp(op->keys[i].name, name, length)) return i;
@@ -89,7 +74,7 @@ epmoe_status_t op_set_key(op_context_t *context, const char *setting)
 {
     size_t length = strcspn(setting, "=");
     if (!setting[length]) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "setting '%s': expected key=value", setting);
-    int32_t i = find_key(context->op, setting, length);
+    int32_t i = op_find_key(context->op, setting, length);
     if (i < 0) return unknown_key(context->op, setting, length);
     if (context->given[i])
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "key '%s' is given twice", context->op->keys[i].name);
@@ -111,7 +96,7 @@ epmoe_status_t op_finish_keys(op_context_t *context)
 
 /* ------------------------------------------------------------------------------------------------------- tensors */
 
-static int32_t find_tensor(const op_t *op, const char *name)
+int32_t op_find_tensor(const op_t *op, const char *name)
 {
     for (int32_t i = 0; op->tensors[i].name; i++) {
         const op_tensor_t *spec = &op->tensors[i];
@@ -221,14 +206,14 @@ static epmoe_status_t copy_tensor(op_value_t *value, op_kind_t kind, const epmoe
 {
     value->dtype = kind == OP_AS_F32 ? EPMOE_F32 : kind == OP_INDEX ? EPMOE_I32 : tensor->dtype;
     int64_t bytes = tensor->num_elements * epmoe_dtype_size(value->dtype);
-    EPMOEI_CHECK(epmoei_alloc_for(&value->data, bytes, tensor->name));
+    EPMOEI_CHECK(epmoei_alloc_for(&value->host, bytes, tensor->name));
     value->present = true;
     if (!tensor->num_elements) return EPMOE_OK;
-    if (tensor->dtype == EPMOE_I64) return copy_index(value->data, tensor);
+    if (tensor->dtype == EPMOE_I64) return copy_index(value->host, tensor);
     if (kind == OP_AS_F32)
-        epmoei_to_f32(value->data, tensor->data, tensor->dtype, tensor->num_elements);
+        epmoei_to_f32(value->host, tensor->data, tensor->dtype, tensor->num_elements);
     else
-        memcpy(value->data, tensor->data, (size_t)bytes);
+        memcpy(value->host, tensor->data, (size_t)bytes);
     return EPMOE_OK;
 }
 
@@ -240,7 +225,7 @@ epmoe_status_t op_read_tensors(op_context_t *context, const epmoei_safetensors_t
     const epmoei_tensor_t *found[OP_MAX_TENSORS] = {0};
     for (int64_t i = 0; i < epmoei_safetensors_count(file); i++) {
         const epmoei_tensor_t *tensor = epmoei_safetensors_at(file, i);
-        int32_t place = find_tensor(op, tensor->name);
+        int32_t place = op_find_tensor(op, tensor->name);
         if (place < 0)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s' is unknown to op %s: expected %s",
                                tensor->name, op->name, known);
@@ -258,52 +243,7 @@ epmoe_status_t op_read_tensors(op_context_t *context, const epmoei_safetensors_t
         EPMOEI_CHECK(check_dtype(op->tensors[i].kind, found[i]));
         EPMOEI_CHECK(match_shape(context, op->tensors[i].shape, found[i]));
         EPMOEI_CHECK(copy_tensor(&context->tensors[i], op->tensors[i].kind, found[i]));
+        EPMOEI_CHECK(op_place(context, &context->tensors[i], found[i]->num_elements, found[i]->name));
     }
     return EPMOE_OK;
-}
-
-/* --------------------------------------------------------------------------------------- what run functions ask for */
-
-const op_value_t *op_tensor(const op_context_t *context, const char *name)
-{
-    return &context->tensors[find_tensor(context->op, name)];
-}
-
-int32_t op_dim(const op_context_t *context, char letter) { return (int32_t)context->dims[(unsigned char)letter]; }
-
-bool op_has(const op_context_t *context, const char *key)
-{
-    return context->given[find_key(context->op, key, strlen(key))];
-}
-
-int32_t op_number(const op_context_t *context, const char *key)
-{
-    return (int32_t)context->keys[find_key(context->op, key, strlen(key))];
-}
-
-float op_real(const op_context_t *context, const char *key)
-{
-    return (float)context->keys[find_key(context->op, key, strlen(key))];
-}
-
-epmoe_backend_t op_backend(const op_context_t *context) { return context->backend; }
-
-void *op_output(op_context_t *context, const char *name, epmoe_dtype_t dtype, int32_t num_dims, const int64_t *shape)
-{
-    safetensors_output_t *output = &context->outputs[context->num_outputs];
-    *output = (safetensors_output_t){.name = name, .dtype = dtype, .num_dims = num_dims};
-    int64_t bytes = epmoe_dtype_size(dtype);
-    for (int32_t i = 0; i < num_dims; i++) {
-        output->shape[i] = shape[i];
-        if (__builtin_mul_overflow(bytes, shape[i], &bytes)) return NULL;
-    }
-    void *data = epmoei_calloc(bytes);
-    context->output_data[context->num_outputs++] = data;
-    output->data = data;
-    return data;
-}
-
-void *op_scratch(op_context_t *context, int64_t bytes)
-{
-    return context->scratch[context->num_scratch++] = epmoei_alloc(bytes);
 }

@@ -1,5 +1,6 @@
 #include "tools/tool_op.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 
 #define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
@@ -116,6 +117,14 @@ static epmoe_status_t sum_counts(const int32_t *counts, int32_t num_experts, int
     return EPMOE_OK;
 }
 
+/* Rows past the last group are not the op's to write: in the file they are zeros. */
+static epmoe_status_t clear_rows(const epmoe_grouped_gemm_args_t *args, int32_t first)
+{
+    int64_t row_bytes = (int64_t)args->n * epmoe_dtype_size(args->y_dtype);
+    return epmoei_memory_set(args->backend, (char *)args->y + first * row_bytes, 0,
+                             (args->max_rows - first) * row_bytes, NULL);
+}
+
 static epmoe_status_t run_grouped_gemm(op_context_t *context)
 {
     const op_value_t *x = op_tensor(context, "x");
@@ -128,17 +137,21 @@ static epmoe_status_t run_grouped_gemm(op_context_t *context)
     args.x_dtype = x->dtype;
     args.x = x->data;
     args.activation = EPMOE_ACTIVATION_NONE;
-    EPMOEI_CHECK(take_weight(context, "w", &args.weight));
-    int32_t *offsets = op_scratch(context, ((int64_t)args.num_experts + 1) * 4);
-    if (!offsets) return NO_MEMORY;
-    EPMOEI_CHECK(sum_counts(op_tensor(context, "counts")->data, args.num_experts, args.max_rows, offsets));
-    args.expert_offsets = offsets;
     args.y_dtype = x->dtype;
-    /* Rows past the last group are not the op's to write: in the file they are the zeros that were there before. */
-    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.max_rows, args.n));
+    EPMOEI_CHECK(take_weight(context, "w", &args.weight));
+    int64_t offsets_bytes = ((int64_t)args.num_experts + 1) * 4;
+    int32_t *offsets = op_host_scratch(context, offsets_bytes);
+    if (!offsets) return NO_MEMORY;
+    EPMOEI_CHECK(sum_counts(op_tensor(context, "counts")->host, args.num_experts, args.max_rows, offsets));
     EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes));
+    int32_t *placed = op_scratch(context, offsets_bytes);
+    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.max_rows, args.n));
     args.workspace = op_scratch(context, args.workspace_bytes);
-    return args.y && args.workspace ? epmoe_grouped_gemm(&args, NULL) : NO_MEMORY;
+    if (!placed || !args.y || !args.workspace) return NO_MEMORY;
+    EPMOEI_CHECK(epmoei_memory_copy(args.backend, placed, offsets, offsets_bytes, NULL));
+    EPMOEI_CHECK(clear_rows(&args, offsets[args.num_experts]));
+    args.expert_offsets = placed;
+    return epmoe_grouped_gemm(&args, NULL);
 }
 
 static epmoe_status_t run_experts(op_context_t *context)

@@ -461,9 +461,10 @@ struct ncclComm;                        /* NCCL's communicator, by NCCL's own ta
 typedef enum epmoe_transport_t {
     EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, otherwise the fastest that all ranks can use */
     EPMOE_TRANSPORT_LOCAL = 1, /* one rank */
-    EPMOE_TRANSPORT_MPI = 2,   /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's) */
-    EPMOE_TRANSPORT_NCCL = 3,
-    EPMOE_TRANSPORT_P2P = 4, /* stores into peer memory over NVLink */
+    EPMOE_TRANSPORT_MPI = 2,  /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's); CUDA:
+                                 by way of page-locked memory, also where ranks share a device */
+    EPMOE_TRANSPORT_NCCL = 3, /* CUDA, a device for every rank */
+    EPMOE_TRANSPORT_P2P = 4,  /* stores into peer memory over NVLink; not in this version */
 } epmoe_transport_t;
 EPMOE_API const char *epmoe_transport_string(epmoe_transport_t transport);
 
@@ -477,7 +478,7 @@ typedef struct epmoe_segment_t {
 
 /* What the library asks of the process launcher, as callbacks. epmoe_comm_create_mpi (epmoe_mpi.h) fills one with MPI.
  * All callbacks return 0 for success and run on the thread that called the library. With one rank all may be NULL, with
- * more all_gather is needed, and for transport MPI both halves of the exchange.
+ * more all_gather is needed, and both halves of the exchange: headers and ids take that way over every transport.
  *   all_gather       recv[i*bytes .. ) = rank i's send; every rank calls it with the same bytes. Waits at most
  *                    timeout_s: 0 done, 1 timed out, 2 failed; then *failed_peer (-1 before the call) may name a rank,
  *                    and epmoe_set_last_error may say more. After a failure send and recv are touched no more.
@@ -507,17 +508,27 @@ typedef struct epmoe_comm_config_t {
     size_t struct_size;
     epmoe_transport_t transport;
     epmoe_backend_t backend;
-    int32_t device;             /* CUDA device ordinal; -1 = local rank modulo the device count */
-    double timeout_s;           /* longest wait for a peer before a call fails; 0 = 30 */
-    struct ncclComm *nccl_comm; /* optional, borrowed until destroy */
+    int32_t device;   /* CUDA device ordinal (0 = the first); -1 = local rank modulo the device count, where the local
+                         rank counts the lower ranks that see the same devices of the same host */
+    double timeout_s; /* longest wait for a peer before a call fails; 0 = 30 */
+    struct ncclComm *nccl_comm; /* CUDA, optional, borrowed until destroy: carries transport NCCL, on its own device
+                                   whatever `device` says. It is never aborted or destroyed: after a failure work that
+                                   waits for a peer may be left on it, and if it was made blocking its owner's
+                                   settings bound the waits, not timeout_s */
 } epmoe_comm_config_t;
 #define EPMOE_COMM_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_comm_config_t)
 
-/* Makes a communicator. Collective over the bootstrap's ranks; may block up to timeout_s. bootstrap NULL = one rank.
- * config NULL = defaults. The structs are copied; bootstrap->ctx must live until `release`. On success the communicator
- * owns the bootstrap; on failure *comm is NULL and `release` has been called.
- * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs differ; NOT_SUPPORTED for a transport that
- * some rank cannot use; TIMEOUT. */
+/* Makes a communicator. Collective over the bootstrap's ranks; may block up to timeout_s. bootstrap NULL = one rank, or
+ * those of config->nccl_comm, whose host data then takes its way over NCCL too. config NULL = defaults with device -1;
+ * with bootstrap NULL too the device is the thread's current one. The structs are copied; bootstrap->ctx must live
+ * until `release`. On success the communicator owns the bootstrap; on failure *comm is NULL and `release` has been
+ * called.
+ * CUDA: makes the device current in the calling thread, where it must be so in every call on the communicator and its
+ * objects (BAD_STATE otherwise). AUTO takes NCCL when this build has it and every rank has a device of its own, MPI
+ * otherwise; see epmoe_comm_ranks_per_device.
+ * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs or backends differ; NOT_SUPPORTED for a
+ * transport that some rank cannot use, such as NCCL where ranks share a device: before any NCCL communicator is made;
+ * TIMEOUT. */
 EPMOE_API epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
                                            epmoe_comm_t **comm);
 /* Local; never waits for a peer. NULL is legal, so is a communicator that has failed. Objects made on the communicator
@@ -526,6 +537,9 @@ EPMOE_API void epmoe_comm_destroy(epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
 EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
+/* The largest number of ranks that share one device: 1 when every rank has its own, 0 on the CPU. Where it is above 1
+ * AUTO takes MPI, and times say nothing about the hardware. */
+EPMOE_API int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm);
 /* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
  * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
  * PEER with a peer's bad argument) leave it healthy. Local, never blocks. */
@@ -557,7 +571,8 @@ typedef struct epmoe_ep_config_t {
  * must outlive the object. On failure *ep is NULL on every rank. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
-/* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. */
+/* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
+ * memory is at most that; transport MPI takes up to as much again of page-locked memory. */
 EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
                                               int64_t *bytes);
 
@@ -593,7 +608,11 @@ typedef struct epmoe_dispatch_result_t {
  * An error of one rank (bad id, T > max_tokens, NULL) reaches all: its own status there, ERROR_PEER elsewhere;
  * CAPACITY on all ranks when one would receive too many rows. The object stays usable after these. A dispatch without
  * a combine is dropped by the next one, if all ranks do so.
- * Host transport: blocks until the rows are here. */
+ * CPU: blocks until the rows are here.
+ * CUDA, one rank: only enqueues. CUDA, transports MPI and NCCL: the plan is made on the host, which waits for `stream`
+ * to come to ids and weights, and blocks until no peer is needed any more: all waits are bounded by timeout_s, work
+ * that the stream had before included. Not capturable: on a stream that is being captured NOT_SUPPORTED, as an error of
+ * this rank that reaches all, and the capture is left as it was. */
 EPMOE_API epmoe_status_t epmoe_dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args,
                                         epmoe_dispatch_result_t *result, epmoe_stream_t stream);
 
@@ -608,7 +627,9 @@ typedef struct epmoe_combine_args_t {
 /* Brings the partial rows of the last dispatch home: y[t,:] = round(sum over ranks ascending of their row for t
  * + shared + residual), fp32. Collective; pairs with exactly one dispatch (BAD_STATE otherwise). A bad argument on one
  * rank is an error there alone: its rows still go home to the others.
- * Partial rows travel as epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
+ * CUDA: waits as dispatch does, then enqueues the sum. NOT_SUPPORTED in a capture (BAD_STATE for a wrong current
+ * device) means that the call has not taken place: peers wait until it does. Partial rows travel as
+ * epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
 EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
 EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
 
@@ -776,7 +797,7 @@ typedef struct epmoe_forward_args_t {
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 
 /* One pass: logits = x router^T (fp32, never rounded) -> top-k -> dispatch -> experts -> combine + shared expert +
- * residual. Collective over the communicator's ranks.
+ * residual. Collective over the communicator's ranks, but for a dense MLP, which communicates nothing.
  * CPU backend: the work is done, and peers have been waited for (at most timeout_s), when it returns.
  * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable. Outputs are written
  * only on success. BAD_STATE before weights were set. */

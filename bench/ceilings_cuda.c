@@ -1,0 +1,212 @@
+#include "bench/ceilings.h"
+
+#include "bench/agree.h"
+#include "bench/stats.h"
+
+#include "base/device.h"
+
+#if EPMOE_HAVE_CUDA
+
+#include "kernels/random_weights.h"
+
+#include <math.h>
+
+#ifndef BENCH_HAVE_CUBLASLT
+#define BENCH_HAVE_CUBLASLT 0
+#endif
+
+#define READ_BYTES    ((int64_t)4 << 30) /* or less, where ranks have little memory */
+#define READ_FRACTION 32                 /* of the device's memory */
+#define GEMM_SIZE     8192
+#define WARMUP        3
+#define REPEATS       10
+
+/* A few repeats as the cases are timed, each as long as on the slowest rank. `times` comes back sorted. */
+static epmoe_status_t repeat(const program_t *program, const cuda_t *cuda, cuda_timed_fn run, void *ctx,
+                             double times[REPEATS], double *median)
+{
+    cuda_timing_t timing = {.run = run,
+                            .ctx = ctx,
+                            .graph = true,
+                            .flush = true,
+                            .warmup = WARMUP,
+                            .iters = REPEATS,
+                            .comm = program->comm};
+    EPMOEI_CHECK(cuda_time(cuda, &timing, times));
+    EPMOEI_CHECK(bench_max(program->comm, times, REPEATS));
+    *median = stats_median(times, REPEATS);
+    return EPMOE_OK;
+}
+
+/* Random elements: on zeros memory and multipliers take less power than they will, and run faster. */
+static epmoe_status_t make_random(const cuda_t *cuda, void **data, epmoe_dtype_t dtype, int64_t count, int32_t stream)
+{
+    EPMOEI_CHECK(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, data, count * epmoe_dtype_size(dtype), "the ceilings"));
+    return epmoei_random_fill_sm80(*data, dtype, 1, EPMOEI_RANDOM_ROUTER, stream, count / GEMM_SIZE, GEMM_SIZE, 0, 1, 1,
+                                   cuda->stream);
+}
+
+typedef struct read_t {
+    const cuda_t *cuda;
+    void *data;
+    int64_t bytes;
+} read_t;
+
+static epmoe_status_t run_read(void *ctx, epmoe_stream_t stream, void *const *events)
+{
+    const read_t *read = ctx;
+    (void)stream, (void)events;
+    return cuda_read(read->cuda, read->data, read->bytes);
+}
+
+static epmoe_status_t measure_read(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda)
+{
+    double times[REPEATS], median;
+    read_t read = {.cuda = cuda};
+    int64_t piece = 4 * (int64_t)GEMM_SIZE;
+    read.bytes = epmoei_min64(READ_BYTES, epmoei_device_current()->memory_bytes / READ_FRACTION) / piece * piece;
+    epmoe_status_t status = make_random(cuda, &read.data, EPMOE_F32, read.bytes / 4, 0);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, status), done);
+    EPMOEI_CHECK_GOTO(repeat(program, cuda, run_read, &read, times, &median), done);
+    ceilings->read_bytes_per_s = 1e6 * (double)read.bytes / times[0];
+done:
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, read.data);
+    return status;
+}
+
+static epmoe_status_t run_empty(void *ctx, epmoe_stream_t stream, void *const *events)
+{
+    (void)ctx, (void)events;
+    return cuda_launch_empty(stream);
+}
+
+static epmoe_status_t measure_empty_graph(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda)
+{
+    double times[REPEATS];
+    return repeat(program, cuda, run_empty, NULL, times, &ceilings->empty_graph_us);
+}
+
+#if BENCH_HAVE_CUBLASLT
+
+#include <cublasLt.h>
+
+#define WORKSPACE_BYTES ((int64_t)64 << 20)
+
+typedef struct gemm_t {
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t layout; /* of all three: square */
+    cublasLtMatmulAlgo_t algorithm;
+    void *a, *b, *y, *workspace;
+} gemm_t;
+
+static epmoe_status_t cublas_status(cublasStatus_t error, const char *what)
+{
+    if (error == CUBLAS_STATUS_SUCCESS) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_CUDA, "%s: %s", what, cublasLtGetStatusString(error));
+}
+#define CHECK_CUBLAS(expr) EPMOEI_CHECK(cublas_status(expr, #expr))
+
+static epmoe_status_t choose_algorithm(gemm_t *gemm)
+{
+    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulHeuristicResult_t result;
+    size_t workspace = WORKSPACE_BYTES;
+    int found = 0;
+    CHECK_CUBLAS(cublasLtMatmulPreferenceCreate(&preference));
+    cublasStatus_t error = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                                &workspace, sizeof workspace);
+    if (error == CUBLAS_STATUS_SUCCESS)
+        error = cublasLtMatmulAlgoGetHeuristic(gemm->handle, gemm->product, gemm->layout, gemm->layout, gemm->layout,
+                                               gemm->layout, preference, 1, &result, &found);
+    cublasLtMatmulPreferenceDestroy(preference);
+    CHECK_CUBLAS(error);
+    if (!found) return epmoei_fail(EPMOE_ERROR_CUDA, "cuBLASLt has no product of %d cubed", GEMM_SIZE);
+    gemm->algorithm = result.algo;
+    return EPMOE_OK;
+}
+
+/* y = a b^T of row-major matrices, as the layer multiplies. */
+static epmoe_status_t make_gemm(gemm_t *gemm, const cuda_t *cuda, epmoe_dtype_t dtype)
+{
+    cudaDataType_t type = dtype == EPMOE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    int64_t count = (int64_t)GEMM_SIZE * GEMM_SIZE;
+    CHECK_CUBLAS(cublasLtCreate(&gemm->handle));
+    CHECK_CUBLAS(cublasLtMatmulDescCreate(&gemm->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    CHECK_CUBLAS(
+        cublasLtMatmulDescSetAttribute(gemm->product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
+    CHECK_CUBLAS(cublasLtMatrixLayoutCreate(&gemm->layout, type, GEMM_SIZE, GEMM_SIZE, GEMM_SIZE));
+    EPMOEI_CHECK(choose_algorithm(gemm));
+    EPMOEI_CHECK(make_random(cuda, &gemm->a, dtype, count, 1));
+    EPMOEI_CHECK(make_random(cuda, &gemm->b, dtype, count, 2));
+    EPMOEI_CHECK(make_random(cuda, &gemm->y, dtype, count, 3));
+    return epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &gemm->workspace, WORKSPACE_BYTES, "cuBLASLt");
+}
+
+static void free_gemm(gemm_t *gemm)
+{
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->a);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->b);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->y);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->workspace);
+    if (gemm->layout) cublasLtMatrixLayoutDestroy(gemm->layout);
+    if (gemm->product) cublasLtMatmulDescDestroy(gemm->product);
+    if (gemm->handle) cublasLtDestroy(gemm->handle);
+}
+
+static epmoe_status_t run_gemm(void *ctx, epmoe_stream_t stream, void *const *events)
+{
+    const gemm_t *gemm = ctx;
+    const float one = 1, zero = 0;
+    (void)events;
+    CHECK_CUBLAS(cublasLtMatmul(gemm->handle, gemm->product, &one, gemm->a, gemm->layout, gemm->b, gemm->layout, &zero,
+                                gemm->y, gemm->layout, gemm->y, gemm->layout, &gemm->algorithm, gemm->workspace,
+                                (size_t)WORKSPACE_BYTES, stream));
+    return EPMOE_OK;
+}
+
+static epmoe_status_t measure_gemm(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
+                                   epmoe_dtype_t dtype)
+{
+    double times[REPEATS], median;
+    gemm_t gemm = {0};
+    epmoe_status_t status;
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, make_gemm(&gemm, cuda, dtype)), done);
+    EPMOEI_CHECK_GOTO(repeat(program, cuda, run_gemm, &gemm, times, &median), done);
+    ceilings->flops_per_s = 2e6 * GEMM_SIZE * GEMM_SIZE * GEMM_SIZE / times[0];
+done:
+    free_gemm(&gemm);
+    return status;
+}
+
+#else
+
+static epmoe_status_t measure_gemm(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
+                                   epmoe_dtype_t dtype)
+{
+    (void)program, (void)cuda, (void)dtype;
+    ceilings->flops_per_s = INFINITY;
+    return EPMOE_OK;
+}
+
+#endif
+
+epmoe_status_t ceilings_measure_cuda(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
+                                     epmoe_dtype_t dtype)
+{
+    EPMOEI_CHECK(measure_read(ceilings, program, cuda));
+    EPMOEI_CHECK(measure_gemm(ceilings, program, cuda, dtype));
+    return measure_empty_graph(ceilings, program, cuda);
+}
+
+#else
+
+epmoe_status_t ceilings_measure_cuda(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
+                                     epmoe_dtype_t dtype)
+{
+    (void)ceilings, (void)program, (void)cuda, (void)dtype;
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s", epmoei_device_absence());
+}
+
+#endif

@@ -1,0 +1,271 @@
+/* moe_layer_bench on a device: right results in graphs and outside, and times that mean what they say. */
+#include "base/device.h"
+#include "tests/testing.h"
+
+#include <criterion/criterion.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define BENCH EPMOE_TEST_BIN "/moe_layer_bench"
+
+enum { kLimit = 300 };
+
+static const char *const k_golden[] = {"deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss",
+                                       "mixtral",     "qwen2_moe",   "qwen3_moe"};
+enum { kNumGolden = sizeof k_golden / sizeof k_golden[0] };
+
+static void need_device(void)
+{
+    if (epmoei_device_count() == 0) cr_skip_test("no device: %s", epmoei_device_absence());
+}
+
+static testing_process_t run_bench(const char *format, ...)
+{
+    char arguments[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(arguments, sizeof arguments, format, args);
+    va_end(args);
+    return testing_run(kLimit, "%s %s", BENCH, arguments);
+}
+
+/* Line `index` of stdout as JSON. */
+static json_t *json_line(const testing_process_t *process, int32_t index)
+{
+    json_error_t error;
+    const char *line = process->output;
+    for (int32_t i = 0; i < index && line; i++) {
+        line = strchr(line, '\n');
+        if (line) line++;
+    }
+    json_t *object = line ? json_loads(line, JSON_REJECT_DUPLICATES | JSON_DISABLE_EOF_CHECK, &error) : NULL;
+    cr_assert(json_is_object(object), "no line %d in '%s': %s", index, process->output, process->errors);
+    return object;
+}
+
+static double number(const json_t *object, const char *name)
+{
+    const json_t *value = json_object_get(object, name);
+    cr_assert(json_is_number(value), "%s is missing or no number", name);
+    return json_number_value(value);
+}
+
+static double stage(const json_t *object, const char *name)
+{
+    return number(json_object_get(object, "stages_us"), name);
+}
+
+static void assert_right(const testing_process_t *process, int32_t cases, bool graph)
+{
+    cr_assert_eq(process->exit_code, 0, "exit %d: %s", process->exit_code, process->errors);
+    for (int32_t i = 0; i < cases; i++) {
+        json_t *object = json_line(process, i);
+        cr_assert_eq(number(object, "wrong"), 0);
+        cr_assert_str_eq(json_string_value(json_object_get(object, "backend")), "cuda");
+        cr_assert_str_eq(json_string_value(json_object_get(object, "device")), epmoei_device_info(0)->name);
+        cr_assert_eq(json_is_true(json_object_get(object, "graph")), graph);
+        cr_assert_gt(number(object, "empty_graph_us"), 0);
+        cr_assert(number(object, "us_min") > 0 && number(object, "us_min") <= number(object, "us_median") &&
+                  number(object, "us_median") <= number(object, "us_max"));
+        cr_assert(number(object, "read_ceiling_gbps") > 0 && number(object, "floor_us") > 0);
+        json_decref(object);
+    }
+}
+
+Test(gpu_bench, every_checkpoint_with_and_without_a_graph)
+{
+    need_device();
+    for (int32_t i = 0; i < kNumGolden; i++)
+        for (int32_t graph = 0; graph < 2; graph++) {
+            testing_process_t process =
+                run_bench("--checkpoint %s/golden/%s --tokens 1,12 --graph %d --iters 3 "
+                          "--dtype %s --routing %s --format json",
+                          EPMOE_TEST_DATA, k_golden[i], graph, i % 2 ? "fp16" : "bf16", graph ? "uniform" : "router");
+            assert_right(&process, 2, graph == 1);
+            for (int32_t line = 0; line < 2; line++) {
+                json_t *object = json_line(&process, line);
+                cr_assert(stage(object, "router") > 0 && stage(object, "align") > 0 && stage(object, "gemm1") > 0 &&
+                          stage(object, "gemm2") > 0 && stage(object, "combine") > 0);
+                cr_assert_eq(stage(object, "dispatch"), 0);
+                cr_assert_eq(number(object, "checked_rows"), line ? 12 : 1);
+                json_decref(object);
+            }
+            testing_process_free(&process);
+        }
+}
+
+/* A model that does not fit into a cache: nothing runs faster than the floor, or the flush or the clock is at fault. */
+Test(gpu_bench, a_public_model_against_its_floor)
+{
+    need_device();
+    const double tokens[] = {1, 16, 256};
+    for (int32_t graph = 0; graph < 2; graph++) {
+        testing_process_t process =
+            run_bench("--model qwen3-30b-a3b --tokens 1,16,256 --graph %d --format json", graph);
+        assert_right(&process, 3, graph == 1);
+        for (int32_t line = 0; line < 3; line++) {
+            json_t *object = json_line(&process, line);
+            cr_assert_eq(number(object, "checked_rows"), tokens[line]);
+            cr_assert_eq(number(object, "iters"), 20);
+            cr_assert_eq(number(object, "warmup"), 5);
+            cr_assert_lt(number(object, "floor_fraction"), 1.02, "%g us, floor %g us", number(object, "us_median"),
+                         number(object, "floor_us"));
+            double sum = 0;
+            static const char *const stages[] = {"router", "align", "gemm1", "gemm2", "combine", "shared"};
+            for (size_t i = 0; i < sizeof stages / sizeof stages[0]; i++) sum += stage(object, stages[i]);
+            cr_assert_geq(sum, 0.5 * number(object, "us_min"), "the stages take %g us", sum);
+            json_decref(object);
+        }
+        testing_process_free(&process);
+    }
+}
+
+/* Counted by hand: mixtral's golden layer has d 64, f 96, E 8, k 2, and the device stores bf16. */
+Test(gpu_bench, floor_counts_what_the_device_reads)
+{
+    need_device();
+    testing_process_t process = run_bench(
+        "--checkpoint %s/golden/mixtral --routing one-expert --tokens 5 --iters 1 --format json", EPMOE_TEST_DATA);
+    assert_right(&process, 1, true);
+    json_t *object = json_line(&process, 0);
+    double bytes = 2 * (2 * 3 * 64 * 96 + 8 * 64) + 2 * 5 * 64 * 2 + 2 * 10 * 96 * 2;
+    double flops = 6.0 * 10 * 64 * 96 + 2.0 * 5 * 8 * 64, seconds = bytes / (1e9 * number(object, "read_ceiling_gbps"));
+    if (json_is_number(json_object_get(object, "gemm_ceiling_tflops")))
+        seconds = fmax(seconds, flops / (1e12 * number(object, "gemm_ceiling_tflops")));
+    cr_assert(fabs(number(object, "floor_us") * 1e-6 / seconds - 1) < 1e-6);
+    cr_assert_eq(number(object, "ranks_per_device"), 1);
+    json_decref(object);
+    testing_process_free(&process);
+}
+
+Test(gpu_bench, sleep_is_timed_and_nan_is_wrong)
+{
+    need_device();
+    for (int32_t graph = 0; graph < 2; graph++) {
+        testing_process_t process =
+            run_bench("--checkpoint %s/golden/qwen3_moe --tokens 4 --iters 3 --graph %d --inject-sleep 0:50 "
+                      "--format json",
+                      EPMOE_TEST_DATA, graph);
+        assert_right(&process, 1, graph == 1);
+        json_t *object = json_line(&process, 0);
+        cr_assert(number(object, "us_min") >= 50000 && number(object, "us_median") < 5e6);
+        json_decref(object);
+        testing_process_free(&process);
+
+        process = run_bench("--checkpoint %s/golden/qwen3_moe --tokens 4 --iters 1 --graph %d --inject-nan "
+                            "--format json",
+                            EPMOE_TEST_DATA, graph);
+        cr_assert_eq(process.exit_code, 1, "%s", process.errors);
+        object = json_line(&process, 0);
+        cr_assert_gt(number(object, "wrong"), 0);
+        json_decref(object);
+        testing_process_free(&process);
+    }
+}
+
+Test(gpu_bench, no_tokens)
+{
+    need_device();
+    testing_process_t process =
+        run_bench("--checkpoint %s/golden/deepseek_v3 --tokens 0 --iters 2 --format json", EPMOE_TEST_DATA);
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    json_t *object = json_line(&process, 0);
+    cr_assert_eq(number(object, "wrong"), 0);
+    json_decref(object);
+    testing_process_free(&process);
+}
+
+Test(gpu_bench, single_ops)
+{
+    need_device();
+    static const char *const ops[] = {"topk", "align", "permute", "unpermute", "grouped_gemm", "silu_and_mul", "sum"};
+    static const char *const options[] = {"--model olmoe-1b-7b --graph 0", "--model deepseek-v3", "--dtype fp16"};
+    for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++)
+        for (size_t j = 0; j < sizeof options / sizeof options[0]; j++) {
+            /* That model's weights alone take longer to make than all the rest. */
+            if (!strcmp(ops[i], "grouped_gemm") && strstr(options[j], "deepseek")) continue;
+            testing_process_t process =
+                run_bench("--op %s %s --tokens 1,33,300 --iters 3 --format json", ops[i], options[j]);
+            cr_assert_eq(process.exit_code, 0, "%s %s: %s", ops[i], options[j], process.errors);
+            assert_right(&process, 3, strstr(options[j], "--graph 0") == NULL);
+            for (int32_t line = 0; line < 3; line++) {
+                json_t *object = json_line(&process, line);
+                cr_assert_str_eq(json_string_value(json_object_get(object, "op")), ops[i]);
+                cr_assert(number(object, "gbps") > 0);
+                json_decref(object);
+            }
+            testing_process_free(&process);
+        }
+}
+
+Test(gpu_bench, table_names_the_device)
+{
+    need_device();
+    testing_process_t process = run_bench("--checkpoint %s/golden/mixtral --tokens 4 --iters 1", EPMOE_TEST_DATA);
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    const char *const parts[] = {
+        epmoei_device_info(0)->name, "SMs",         "1 rank per device", "memory read", "empty graph",
+        "replay of a graph",         "PASS: 1 case"};
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
+        cr_assert(strstr(process.output, parts[i]), "no '%s' in:\n%s", parts[i], process.output);
+    testing_process_free(&process);
+}
+
+Test(gpu_bench, refusals)
+{
+    need_device();
+    testing_process_t process = run_bench("--dtype fp32");
+    cr_assert_eq(process.exit_code, 3);
+    cr_assert(strstr(process.errors, "not supported: --dtype fp32"), "%s", process.errors);
+    testing_process_free(&process);
+    /* The CPU is there for who asks for it. */
+    process =
+        run_bench("--backend cpu --dtype fp32 --checkpoint %s/golden/mixtral --iters 1 --format json", EPMOE_TEST_DATA);
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    json_t *object = json_line(&process, 0);
+    cr_assert_str_eq(json_string_value(json_object_get(object, "backend")), "cpu");
+    cr_assert(json_is_null(json_object_get(object, "device")));
+    json_decref(object);
+    testing_process_free(&process);
+}
+
+#if defined(EPMOE_HAVE_MPI) && EPMOE_HAVE_MPI
+
+/* Through the host, so that the ranks may share a device. */
+Test(gpu_bench, several_ranks)
+{
+    need_device();
+    const int32_t ranks[] = {2, 3};
+    for (int32_t i = 0; i < 2; i++) {
+        testing_process_t process = testing_run(
+            kLimit, "%s %s --transport mpi --checkpoint %s/golden/deepseek_v3 --tokens 1,12 --iters 3 --format json",
+            testing_mpirun(ranks[i]), BENCH, EPMOE_TEST_DATA);
+        assert_right(&process, 2, false);
+        json_t *object = json_line(&process, 1);
+        cr_assert_eq(number(object, "ranks"), ranks[i]);
+        bool shared = ranks[i] > epmoei_device_count();
+        cr_assert_eq(number(object, "ranks_per_device") > 1, shared);
+        cr_assert_eq(strstr(process.errors, "ranks share devices") != NULL, shared, "%s", process.errors);
+        cr_assert(stage(object, "dispatch") > 0 && stage(object, "combine") > 0);
+        json_decref(object);
+        testing_process_free(&process);
+    }
+    testing_process_t process =
+        testing_run(kLimit,
+                    "%s %s --transport mpi --checkpoint %s/golden/mixtral --tokens-per-rank 0,7 --iters 2 "
+                    "--format json",
+                    testing_mpirun(2), BENCH, EPMOE_TEST_DATA);
+    assert_right(&process, 1, false);
+    testing_process_free(&process);
+    process = testing_run(kLimit, "%s %s --transport mpi --graph 1 --checkpoint %s/golden/mixtral", testing_mpirun(2),
+                          BENCH, EPMOE_TEST_DATA);
+    cr_assert_eq(process.exit_code, 3, "exit %d: %s", process.exit_code, process.errors);
+    cr_assert(strstr(process.errors, "--graph 1: the mpi transport cannot be captured"), "%s", process.errors);
+    cr_assert_str_empty(process.output);
+    testing_process_free(&process);
+}
+
+#endif

@@ -1,0 +1,202 @@
+/* Communication of device buffers: mpi_cuda_exchange under mpirun, over host memory with ranks that share devices, and
+ * over NCCL where every rank has one. */
+#include "base/device.h"
+#include "tests/testing.h"
+
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define PROGRAM EPMOE_TEST_BIN "/mpi_cuda_exchange"
+
+/* Says so where it is seen: Criterion is silent about tests that it skips. */
+static void skip(const char *reason)
+{
+    fprintf(stderr, "skipped: %s\n", reason);
+    cr_skip_test("%s", reason);
+}
+
+static void need_devices(int32_t count)
+{
+    char reason[320];
+    snprintf(reason, sizeof reason, "%s: %s", epmoei_device_count() ? "too few CUDA devices" : "no CUDA device",
+             epmoei_device_absence());
+    if (epmoei_device_count() < count) skip(reason);
+}
+
+static void need_nccl(void)
+{
+    need_devices(2);
+#if !EPMOE_HAVE_NCCL
+    skip("this build has no NCCL");
+#endif
+}
+
+static int32_t count(const char *text, const char *word)
+{
+    int32_t found = 0;
+    while ((text = strstr(text, word))) text += strlen(word), found++;
+    return found;
+}
+
+/* `prefix` stands before the program: a wrapper, or "". */
+static void expect_ok(int32_t ranks, double limit_s, const char *prefix, const char *arguments)
+{
+    testing_process_t run = testing_run(limit_s, "%s %s " PROGRAM " %s", testing_mpirun(ranks), prefix, arguments);
+    cr_expect(run.exit_code == 0 && !run.timed_out && count(run.output, "ok ") == ranks,
+              "%d ranks, %s: exit %d after %.1f s\n%s%s", ranks, arguments, run.exit_code, run.seconds, run.output,
+              run.errors);
+    testing_process_free(&run);
+}
+
+static const char *with_seed(const char *mode, const char *rest)
+{
+    static char arguments[128];
+    snprintf(arguments, sizeof arguments, "%s %llu %s", mode, (unsigned long long)testing_seed(), rest);
+    return arguments;
+}
+
+Test(mpi_cuda, host_memory_gives_the_bits_of_the_cpu, .timeout = 600)
+{
+    need_devices(1);
+    static const int32_t ranks[] = {1, 2, 3, 6, 8};
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
+        expect_ok(ranks[i], 150, "", with_seed("cases", ranks[i] == 1 ? "local" : "mpi"));
+}
+
+Test(mpi_cuda, nccl_gives_the_bits_of_host_memory, .timeout = 300)
+{
+    need_nccl();
+    expect_ok(2, 150, "", with_seed("cases", "mpi nccl"));
+}
+
+Test(mpi_cuda, borrowed_communicator, .timeout = 300)
+{
+    need_nccl();
+    expect_ok(2, 150, "", with_seed("borrowed", ""));
+}
+
+Test(mpi_cuda, large_messages_over_host_memory, .timeout = 600)
+{
+    need_devices(1);
+    expect_ok(2, 150, "", "large mpi 67108864 4");
+    expect_ok(8, 150, "", "large mpi 4194304 4");
+}
+
+Test(mpi_cuda, large_messages_over_nccl, .timeout = 300)
+{
+    need_nccl();
+    expect_ok(2, 150, "", "large nccl 67108864 20");
+}
+
+Test(mpi_cuda, contract_over_host_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_ok(2, 100, "", "contract mpi");
+    expect_ok(3, 100, "", "contract mpi");
+}
+
+Test(mpi_cuda, contract_over_nccl, .timeout = 300)
+{
+    need_nccl();
+    expect_ok(2, 100, "", "contract nccl");
+}
+
+Test(mpi_cuda, shared_devices, .timeout = 300)
+{
+    need_devices(1);
+#if EPMOE_HAVE_NCCL
+    expect_ok(2, 60, "", "shared");
+#endif
+    char arguments[64];
+    snprintf(arguments, sizeof arguments, "auto mpi %d", 2);
+    expect_ok(2 * epmoei_device_count(), 100, "", arguments);
+}
+
+/* Every rank sees a device of its own as ordinal 0. */
+Test(mpi_cuda, one_visible_device_per_rank, .timeout = 300)
+{
+    need_nccl();
+    static const char wrapper[] = "sh -c 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec \"$0\" \"$@\"'";
+    expect_ok(2, 60, "", "auto nccl 1");
+    expect_ok(2, 60, wrapper, "auto nccl 1");
+    expect_ok(2, 150, wrapper, with_seed("cases", "auto"));
+}
+
+/* Processes of a run, found by a word of their command line that no other run has. */
+static int32_t processes_left(const char *mark)
+{
+    testing_process_t run = testing_run(20, "pgrep -c -f -- '[m]pi_cuda_exchange .*%s'", mark);
+    int32_t left = atoi(run.output);
+    testing_process_free(&run);
+    return left;
+}
+
+static void expect_fault(int32_t ranks, const char *options, const char *kind, const char *transport, bool reporting)
+{
+    enum { TIMEOUT_S = 5 };
+    char mark[64];
+    snprintf(mark, sizeof mark, "mark-%s-%s-%d", kind, transport, (int)getpid());
+    /* mpirun --enable-recovery itself ends with 0 whatever its processes do. */
+    bool recovery = strstr(options, "recovery") != NULL;
+    testing_process_t run =
+        testing_run(90, "%s %s sh -c '" PROGRAM " %s %s %d %s; code=$?; echo code $code; exit $code'",
+                    testing_mpirun(ranks), options, kind, transport, TIMEOUT_S, mark);
+    cr_expect((run.exit_code != 0 || recovery) && !run.timed_out && run.seconds < 45, "%s %s: exit %d after %.1f s",
+              kind, options, run.exit_code, run.seconds);
+    cr_expect_null(strstr(run.output, "code 0"), "%s %s: %s", kind, options, run.output);
+    cr_expect_eq(processes_left(mark), 0, "%s %s left processes", kind, options);
+    for (int32_t r = 0; r < ranks && reporting; r++) {
+        char late[96], broken[96], then[64];
+        if (r == 1) continue;
+        snprintf(late, sizeof late, "rank %d: a peer did not answer in time after", r);
+        snprintf(broken, sizeof broken, "rank %d: the transport failed after", r);
+        snprintf(then, sizeof then, "rank %d: then %d, all over in 0.", r, EPMOE_ERROR_BAD_STATE);
+        const char *line = strstr(run.output, late), *end = line ? strchr(line, '\n') : NULL;
+        const char *peers = line ? strstr(line, "no answer from rank") : NULL;
+        /* NCCL may notice a dead peer before the time is over. */
+        bool noticed = !strcmp(transport, "nccl") && !strcmp(kind, "kill") && strstr(run.output, broken);
+        cr_expect(noticed || (peers && end && peers < end), "%s %s, rank %d:\n%s%s", kind, options, r, run.output,
+                  run.errors);
+        line = strstr(run.output, then);
+        end = line ? strchr(line, '\n') : NULL;
+        cr_expect(end && !strncmp(end - 9, "in time 1", 9), "%s %s, rank %d:\n%s%s", kind, options, r, run.output,
+                  run.errors);
+    }
+    testing_process_free(&run);
+}
+
+Test(mpi_cuda, rank_stops_over_host_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_fault(4, "", "stop", "mpi", true);
+}
+
+Test(mpi_cuda, rank_leaves_over_host_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_fault(4, "", "absent", "mpi", true);
+}
+
+/* mpirun ends the survivors itself, at once, unless it is told not to. */
+Test(mpi_cuda, rank_dies_over_host_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_fault(4, "", "kill", "mpi", false);
+    expect_fault(4, "--enable-recovery", "kill", "mpi", true);
+}
+
+Test(mpi_cuda, rank_stops_over_nccl, .timeout = 300)
+{
+    need_nccl();
+    expect_fault(2, "", "stop", "nccl", true);
+    expect_fault(2, "", "absent", "nccl", true);
+}
+
+Test(mpi_cuda, rank_dies_over_nccl, .timeout = 300)
+{
+    need_nccl();
+    expect_fault(2, "", "kill", "nccl", false);
+    expect_fault(2, "--enable-recovery", "kill", "nccl", true);
+}
