@@ -94,7 +94,7 @@ __device__ __forceinline__ float load_logit(const epmoe_topk_args_t &args, int64
     }
 }
 
-template <int kBytes> struct __align__(kBytes) bytes_t { unsigned char byte[kBytes]; };
+template <typename T, int kCount> struct __align__(kCount * sizeof(T)) part_t { T element[kCount]; };
 
 /* values[i] = run[i] for i < count, `other` beyond; in vectors where the address allows, which a row stride may not. */
 template <typename T, int kValues>
@@ -105,10 +105,9 @@ __device__ __forceinline__ void load_run(const T *run, int32_t count, float othe
     if (count >= kValues && ((uintptr_t)run & (kBytes - 1)) == 0) {
 #pragma unroll
         for (int first = 0; first < kValues; first += kPart) {
-            T part[kPart];
-            *(bytes_t<kBytes> *)part = *(const bytes_t<kBytes> *)(run + first);
+            part_t<T, kPart> part = *(const part_t<T, kPart> *)(run + first);
 #pragma unroll
-            for (int i = 0; i < kPart; i++) values[first + i] = epmoei_to_float(part[i]);
+            for (int i = 0; i < kPart; i++) values[first + i] = epmoei_to_float(part.element[i]);
         }
         return;
     }
