@@ -1,5 +1,6 @@
 #!/bin/sh -e
 # Eight ranks on two machines. build/ lies at the same path on both, ssh from the first to the second needs no password.
+# As root: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 cd "$(dirname "$0")/../../build"
 mpirun --hostfile ../launch/mpirun_scripts/hostfile.example --map-by ppr:4:node --bind-to none -np 8 \
     -x OMP_NUM_THREADS=4 -x OPENBLAS_NUM_THREADS=4 \
