@@ -235,12 +235,16 @@ static volatile int32_t *find_error_word(void)
     if (epmoei_device_count() == 0 || cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return NULL;
     pthread_mutex_lock(&mutex);
     if (!error_words[device]) {
+        /* The first call may come inside a capture, which other modes let an allocation break. */
+        enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
         void *word = NULL;
+        bool relaxed = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
         if (cudaHostAlloc(&word, sizeof(int32_t), cudaHostAllocPortable | cudaHostAllocMapped) == cudaSuccess) {
             memset(word, 0, sizeof(int32_t));
             error_words[device] = word;
         } else
             cudaGetLastError();
+        if (relaxed) cudaThreadExchangeStreamCaptureMode(&mode);
     }
     pthread_mutex_unlock(&mutex);
     return error_words[device];

@@ -5,9 +5,13 @@ set(EPMOE_SM80_ARCHS -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_9
                      -gencode=arch=compute_80,code=compute_80)
 set(EPMOE_SM90_ARCHS -gencode=arch=compute_90a,code=sm_90a)
 
+if(CCACHE_PROGRAM)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
+
 # How every .cu of this tree is compiled. archs: one of the lists above.
 function(epmoe_cuda_options target archs)
-  target_compile_options(${target} PRIVATE ${archs} -O3 -lineinfo --threads=2
+  target_compile_options(${target} PRIVATE ${archs} -O3 -lineinfo
                          -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
                          $<$<BOOL:${EPMOE_WERROR}>:-Werror=all-warnings -Xcompiler=-Werror>)
   target_compile_features(${target} PRIVATE cuda_std_17)
@@ -25,10 +29,6 @@ foreach(arch 80 90)
   endif()
 endforeach()
 list(APPEND EPMOE_ISA_OBJECTS ${EPMOE_CUDA_OBJECTS})
-
-if(CCACHE_PROGRAM)
-  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
-endif()
 
 add_library(epmoe_cuda INTERFACE)
 target_compile_definitions(epmoe_cuda INTERFACE EPMOE_HAVE_CUDA=1 $<$<BOOL:${EPMOE_HAVE_NCCL}>:EPMOE_HAVE_NCCL=1>)

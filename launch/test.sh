@@ -15,7 +15,7 @@ selection=()
 if [ "${SANITIZE:-0}" != 0 ]; then
     dir=build-asan
     # Warnings stay warnings here: with a sanitizer GCC warns of paths that its own checks made.
-    options+=("-DEPMOE_SANITIZE=address,undefined" -DEPMOE_WERROR=OFF)
+    options+=("-DEPMOE_SANITIZE=address,undefined" -DEPMOE_WERROR=OFF -DEPMOE_CUDA=OFF)
     selection=(-L cpu)
     # GCC before 14 misaligns vectors of 64 bytes on the stack that detects a use after return.
     export ASAN_OPTIONS=detect_stack_use_after_return=0:strict_string_checks=1
