@@ -32,7 +32,7 @@ if(NOT EPMOE_CUDA STREQUAL "OFF")
     check_language(CUDA)
   endif()
   if(CUDAToolkit_FOUND AND CMAKE_CUDA_COMPILER)
-    set(CMAKE_CUDA_ARCHITECTURES OFF) # each source names its own, see epmoe_cuda_archs
+    set(CMAKE_CUDA_ARCHITECTURES OFF) # each source names its own, see EpmoeCuda.cmake
     enable_language(CUDA)
     set(EPMOE_HAVE_CUDA ON)
   elseif(EPMOE_CUDA STREQUAL "ON")
