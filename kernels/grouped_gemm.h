@@ -3,7 +3,7 @@
  * Contract of every kernel:
  *   order       the sum over K is fp32; its order is the kernel's own, the same on every run, and with batch_invariant
  *               the same whatever the other rows are
- *   edges       any N, K >= 1 on the CPU (multiples of 8 on CUDA); an expert without rows is not read
+ *   edges       any N, K >= 1 on the CPU (K a multiple of 8 on CUDA); an expert without rows is not read
  *   alignment   CPU: element; CUDA: 16 bytes
  *   aliasing    none
  *   padding     row_index >= num_slots is skipped; rows of y that no row index names are untouched

@@ -86,6 +86,13 @@ epmoei_cpu_tier_t epmoei_cpu_tier(void)
     return cpu_tier;
 }
 
+/* The kernels start at compute capability 8.0. */
+static bool has_usable_device(void)
+{
+    const epmoei_device_info_t *device = epmoei_device_current();
+    return device && device->arch >= 80;
+}
+
 epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *resolved)
 {
     if (!resolved) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "resolved is NULL");
@@ -96,7 +103,7 @@ epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *r
     switch (backend) {
     case EPMOE_BACKEND_CPU: *resolved = EPMOE_BACKEND_CPU; return EPMOE_OK;
     case EPMOE_BACKEND_AUTO:
-        *resolved = cuda_tier && epmoei_device_count() > 0 ? EPMOE_BACKEND_CUDA : EPMOE_BACKEND_CPU;
+        *resolved = cuda_tier && has_usable_device() ? EPMOE_BACKEND_CUDA : EPMOE_BACKEND_CPU;
         return EPMOE_OK;
     case EPMOE_BACKEND_CUDA:
         if (!cuda_tier)
@@ -104,6 +111,8 @@ epmoe_status_t epmoe_backend_resolve(epmoe_backend_t backend, epmoe_backend_t *r
                                getenv("EPMOE_ARCH"));
         if (epmoei_device_count() == 0)
             return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: %s", epmoei_device_absence());
+        if (!has_usable_device())
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "backend is cuda: the current device is older than sm_80");
         *resolved = EPMOE_BACKEND_CUDA;
         return EPMOE_OK;
     }

@@ -372,8 +372,8 @@ static void large(epmoe_transport_t transport, int64_t bytes, int32_t rounds)
         check_guards(y, elements * 2);
         free_device(&on_device);
     }
-    printf("rank %d: dispatch of %.1f MB to each of %d peers in %.2f ms\n", rank, 1e-6 * (double)elements * 2,
-           size - 1, 1e3 * seconds / rounds);
+    printf("rank %d: dispatch of %.1f MB to each of %d peers in %.2f ms\n", rank, 1e-6 * (double)elements * 2, size - 1,
+           1e3 * seconds / rounds);
     free(x), free(ids), free(weights);
     epmoe_ep_destroy(ep);
     epmoe_comm_destroy(comm);

@@ -333,7 +333,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
- * NOT_SUPPORTED for quantised formats and, on CUDA, N or K not a multiple of 8.
+ * NOT_SUPPORTED for quantised formats and, on CUDA, K not a multiple of 8, fp32 x or weights, and two different types.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
