@@ -13,6 +13,8 @@ endif()
 function(epmoe_cuda_options target archs)
   target_compile_options(${target} PRIVATE ${archs} -O3 -lineinfo
                          -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
+                         # What nvcc adds to a kernel must not need the C++ runtime: the library links as C.
+                         -Xcompiler=-fno-threadsafe-statics,-fno-exceptions
                          $<$<BOOL:${EPMOE_WERROR}>:-Werror=all-warnings -Xcompiler=-Werror>)
   target_compile_features(${target} PRIVATE cuda_std_17)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)

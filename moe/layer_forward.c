@@ -36,6 +36,10 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
         own->num_tokens = actual;
         own->num_tokens_dev = NULL;
     }
+    /* Those transports plan on the host, which cannot know a count that only the device has. */
+    if (own->num_tokens_dev && layer->ep)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "num_tokens_dev is given: on CUDA with several ranks this version takes T from num_tokens");
     if (own->stage_us && layer->backend != EPMOE_BACKEND_CPU)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "stage_us is given: on CUDA stages are timed by stage_events");
     if (own->stage_events && layer->backend != EPMOE_BACKEND_CUDA)

@@ -508,7 +508,7 @@ typedef struct epmoe_comm_config_t {
     size_t struct_size;
     epmoe_transport_t transport;
     epmoe_backend_t backend;
-    int32_t device;   /* CUDA device ordinal (0 = the first); -1 = local rank modulo the device count, where the local
+    int32_t device;   /* CUDA device ordinal; -1, which INIT sets, = local rank modulo the device count, where the local
                          rank counts the lower ranks that see the same devices of the same host */
     double timeout_s; /* longest wait for a peer before a call fails; 0 = 30 */
     struct ncclComm *nccl_comm; /* CUDA, optional, borrowed until destroy: carries transport NCCL, on its own device
@@ -516,7 +516,20 @@ typedef struct epmoe_comm_config_t {
                                    waits for a peer may be left on it, and if it was made blocking its owner's
                                    settings bound the waits, not timeout_s */
 } epmoe_comm_config_t;
-#define EPMOE_COMM_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_comm_config_t)
+#ifdef __cplusplus
+#define EPMOE_COMM_CONFIG_INIT                                                                                         \
+    [] {                                                                                                               \
+        epmoe_comm_config_t epmoe_init_ = epmoe_comm_config_t();                                                       \
+        epmoe_init_.struct_size = sizeof(epmoe_comm_config_t);                                                         \
+        epmoe_init_.device = -1;                                                                                       \
+        return epmoe_init_;                                                                                            \
+    }()
+#else
+#define EPMOE_COMM_CONFIG_INIT                                                                                         \
+    {                                                                                                                  \
+        .struct_size = sizeof(epmoe_comm_config_t), .device = -1                                                       \
+    }
+#endif
 
 /* Makes a communicator. Collective over the bootstrap's ranks; may block up to timeout_s. bootstrap NULL = one rank, or
  * those of config->nccl_comm, whose host data then takes its way over NCCL too. config NULL = defaults with device -1;
@@ -784,7 +797,8 @@ typedef struct epmoe_forward_args_t {
     const void *x;                 /* [T,d] of dtype */
     void *y;                       /* out [T,d] of dtype; may alias x or residual */
     const void *residual;          /* [T,d] of dtype or NULL: added to y before rounding */
-    const int32_t *num_tokens_dev; /* optional: the actual T, at most num_tokens (host memory on the CPU) */
+    const int32_t *num_tokens_dev; /* optional: the actual T, at most num_tokens (host memory on the CPU); NOT_SUPPORTED
+                                      on CUDA with several ranks */
     const float *logits;           /* optional [T,E] f32: replaces the router's logits after they were computed */
     float *logits_out;             /* optional [T,E] f32: the router's own logits */
     int32_t *ids_out;              /* optional [T,k] */
