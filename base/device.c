@@ -95,9 +95,12 @@ epmoe_status_t epmoei_memory_alloc(epmoe_backend_t backend, void **pointer, int6
 {
     if (backend != EPMOE_BACKEND_CUDA) return epmoei_alloc_for(pointer, bytes, what);
     *pointer = NULL;
-    if (epmoei_alloc_should_fail() || cudaMalloc(pointer, (size_t)epmoei_max64(bytes, 1)) != cudaSuccess) {
+    cudaError_t error =
+        epmoei_alloc_should_fail() ? cudaErrorMemoryAllocation : cudaMalloc(pointer, (size_t)epmoei_max64(bytes, 1));
+    if (error != cudaSuccess) {
         cudaGetLastError();
         *pointer = NULL;
+        if (error != cudaErrorMemoryAllocation) return epmoei_cuda_status((int32_t)error, what);
         return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no device memory for %s: %lld bytes", what, (long long)bytes);
     }
     epmoei_alloc_count(1);

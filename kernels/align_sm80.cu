@@ -355,7 +355,9 @@ static __global__ void __launch_bounds__(kThreads) align_scatter_kernel(align_pa
 extern "C" int64_t epmoei_align_workspace_sm80(const epmoe_align_args_t *args)
 {
     align_plan_t plan = align_plan(args);
-    return plan.chunks ? (int64_t)args->num_experts * (plan.chunks + 1) * (int64_t)sizeof(int32_t) : 0;
+    /* For the most chunks, not for plan.chunks, which does not grow with the number of slots: a workspace for many
+     * tokens must do for fewer. */
+    return plan.chunks ? (int64_t)args->num_experts * (kMaxChunks + 1) * (int64_t)sizeof(int32_t) : 0;
 }
 
 static epmoe_status_t allow_shared(const void *kernel, size_t bytes)

@@ -122,7 +122,7 @@ INLINE void strip(const void *const *w_rows, int32_t num_rows, const float *cons
 INLINE void rows(const void *const *w_rows, int32_t num_rows, const float *const *x_rows, int32_t num_x, int32_t k,
                  float *out, int64_t out_stride, weight_type_t type)
 {
-    int32_t group = GROUP_BYTES / (k * (type == WEIGHT_F32 ? 4 : 2));
+    int32_t group = (int32_t)(GROUP_BYTES / ((int64_t)k * (type == WEIGHT_F32 ? 4 : 2)));
     group = group / 24 * 24; /* a multiple of every kRows below */
     if (group < 24) group = 24;
     for (int32_t first = 0; first < num_rows; first += group) {

@@ -260,8 +260,8 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
     EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
     /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
     plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
-    /* What earlier calls found was reported above; what this call's align finds is for the next call, and must not
-     * end this one half way, whenever the device gets there. */
+    /* What this call's align finds is for the next call, and must not end this one half way, whenever the device gets
+     * there. */
     epmoei_error_word_hold(1);
     epmoe_status_t status = run_chunks(args, &plan, stream, stages);
     epmoei_error_word_hold(-1);

@@ -19,6 +19,19 @@ typedef struct forward_t {
     float *weights;
 } forward_t;
 
+static epmoe_status_t check_device_args(const epmoe_layer_t *layer, const epmoe_forward_args_t *args)
+{
+    const struct {
+        const char *name;
+        const void *pointer;
+    } tensors[] = {{"x", args->x}, {"y", args->y}, {"residual", args->residual}, {"logits", args->logits}};
+    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
+        if ((uintptr_t)tensors[i].pointer % 16)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 16 bytes",
+                               tensors[i].name, tensors[i].pointer);
+    return epmoei_comm_check_device(layer->comm);
+}
+
 static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t *args)
 {
     const epmoe_layer_t *layer = forward->layer;
@@ -48,14 +61,15 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
     if (own->num_tokens && (!own->x || !own->y))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", own->x ? "y" : "x",
                            own->num_tokens);
-    return EPMOE_OK;
+    return layer->backend == EPMOE_BACKEND_CUDA ? check_device_args(layer, own) : EPMOE_OK;
 }
 
 static void choose_router_outputs(forward_t *forward)
 {
     const epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
-    bool direct = layer->backend == EPMOE_BACKEND_CUDA;
+    /* Between ranks a later failure must leave the caller's arrays alone. */
+    bool direct = layer->backend == EPMOE_BACKEND_CUDA && !layer->ep;
     forward->logits = direct && args->logits_out ? args->logits_out : layer->workspace.logits;
     forward->ids = direct && args->ids_out ? args->ids_out : layer->workspace.ids;
     forward->weights = direct && args->weights_out ? args->weights_out : layer->workspace.weights;
@@ -234,13 +248,15 @@ static epmoe_status_t copy_out(const forward_t *forward, void *to, const void *f
 }
 
 /* Several ranks. `local` is this rank's status so far: it goes to all ranks with the dispatch, so that an error of
- * one rank is everybody's, and nobody waits for a rank that has given up. */
-static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
+ * one rank is everybody's, and nobody waits for a rank that has given up. Whatever fails later, both halves of the
+ * dispatch and the combine take place. */
+static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t local)
 {
     epmoe_layer_t *layer = forward->layer;
+    epmoei_stages_t *stages = &forward->stages;
     const epmoe_forward_args_t *args = &forward->args;
     if (local == EPMOE_OK) local = route(forward);
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
+    if (local == EPMOE_OK) local = epmoei_stages_end(stages, EPMOE_STAGE_ROUTER);
 
     epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
     dispatch.num_tokens = args->num_tokens;
@@ -248,19 +264,19 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     dispatch.ids = forward->ids;
     dispatch.weights = forward->weights;
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
+    local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 
-    local = run_shared(forward); /* while the rows travel */
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
+    if (local == EPMOE_OK) local = run_shared(forward); /* while the rows travel */
+    if (local == EPMOE_OK) local = epmoei_stages_end(stages, EPMOE_STAGE_SHARED);
 
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
     EPMOEI_CHECK(epmoei_dispatch_finish(layer->ep, &rows, forward->stream));
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
+    if (local == EPMOE_OK) local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 
     if (local == EPMOE_OK && layer->local_experts) {
         epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
                                                     rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
-        local = epmoei_experts_run(&experts, forward->stream, &forward->stages);
+        local = epmoei_experts_run(&experts, forward->stream, stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
     if (local != EPMOE_OK)
@@ -268,15 +284,26 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
                           (int64_t)rows.max_rows * layer->config.hidden *
                               epmoe_dtype_size(epmoe_ep_partial_dtype(layer->ep)),
                           forward->stream);
-    epmoei_stages_skip(&forward->stages);
+    epmoei_stages_skip(stages);
 
     epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
     combine.shared = layer->config.shared_intermediate ? layer->workspace.shared : NULL;
     combine.residual = args->residual;
     combine.y = args->y;
     epmoe_status_t status = epmoe_combine(layer->ep, &combine, forward->stream);
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_COMBINE));
+    if (status == EPMOE_OK) status = epmoei_stages_end(stages, EPMOE_STAGE_COMBINE);
     return local != EPMOE_OK ? local : status;
+}
+
+static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
+{
+    /* Bad ids of earlier calls are reported here or by the next call, never between dispatch and combine, where only
+     * this rank would fail. */
+    if (local == EPMOE_OK && forward->layer->backend == EPMOE_BACKEND_CUDA) local = epmoei_error_word_check();
+    epmoei_error_word_hold(1);
+    epmoe_status_t status = exchange_and_compute(forward, local);
+    epmoei_error_word_hold(-1);
+    return status;
 }
 
 epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args, epmoe_stream_t stream)

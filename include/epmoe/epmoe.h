@@ -544,8 +544,8 @@ typedef struct epmoe_comm_config_t {
  * TIMEOUT. */
 EPMOE_API epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
                                            epmoe_comm_t **comm);
-/* Local; never waits for a peer. NULL is legal, so is a communicator that has failed. Objects made on the communicator
- * must be destroyed before it. */
+/* Local; waits for no peer (NCCL's own destroy may, at most timeout_s). NULL is legal, so is a communicator that has
+ * failed. Objects made on the communicator must be destroyed before it. */
 EPMOE_API void epmoe_comm_destroy(epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
@@ -676,7 +676,8 @@ typedef struct epmoe_layer_config_t {
     int32_t shared_gated;
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
-    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format */
+    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
+                                     and take dtype's on CUDA (an fp32 router is refused there) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
 } epmoe_layer_config_t;
