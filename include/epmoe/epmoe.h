@@ -677,7 +677,8 @@ typedef struct epmoe_layer_config_t {
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
     epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (an fp32 router is refused there) */
+                                     and take dtype's on CUDA (an fp32 router is refused there,
+                                     one of the other 16-bit type is converted) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
 } epmoe_layer_config_t;
@@ -759,7 +760,8 @@ typedef struct epmoe_layer_weights_t {
 #define EPMOE_LAYER_WEIGHTS_INIT EPMOE_STRUCT_INIT(epmoe_layer_weights_t)
 
 /* Copies the weights into the layer's own layout (the caller may free his), or with layout PACKED borrows gate_up,
- * down, shared_gate_up and shared_down until destroy. Local, not collective. May be called again to replace them. */
+ * down, shared_gate_up and shared_down until destroy. Local, not collective. May be called again to replace them; after
+ * a failure past the checks (no memory, a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
  * count and of the backend. Local. */
