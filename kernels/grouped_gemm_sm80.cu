@@ -2,8 +2,9 @@
  *
  * A persistent block walks a tile list that it derives from expert_offsets itself, so that the host needs no counts.
  * Rows of x are gathered by the row index while they are copied to shared memory; gate and up columns lie side by side,
- * so that a thread's accumulator pair is one (gate, up) and the activation happens in registers. Each output's sum runs
- * over K in steps of 16 whatever the tile height: results do not depend on the tile choice or on other rows. */
+ * whatever their order in w. The accumulators of a tile go to shared memory, where the epilogue walks along the rows of
+ * y. Each output's sum runs over K in steps of 16 whatever the tile height: results do not depend on the tile choice or
+ * on other rows. */
 #include "kernels/grouped_gemm_cuda.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/ptx.cuh"
