@@ -4,6 +4,7 @@
 #include "kernels/align.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
+#include "kernels/route.h"
 #include "kernels/silu_and_mul.h"
 #include "kernels/sum.h"
 #include "kernels/topk.h"
@@ -55,6 +56,7 @@ static void init_tables(void)
         .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm80,
         .silu_and_mul = epmoei_silu_and_mul_sm80,
         .sum = epmoei_sum_sm80,
+        .route = epmoei_route_sm80,
     };
     sm90_table = sm80_table;
     sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;

@@ -12,6 +12,7 @@ extern "C" {
 
 /* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
  * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
+struct epmoei_route_args_t;
 typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);
@@ -22,6 +23,7 @@ typedef struct epmoei_kernel_table_t {
     int64_t (*align_workspace)(const epmoe_align_args_t *args);
     epmoe_status_t (*silu_and_mul)(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*sum)(const epmoe_sum_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*route)(const struct epmoei_route_args_t *args, epmoe_stream_t stream); /* CUDA alone */
 } epmoei_kernel_table_t;
 
 /* `backend` as the caller gave it; NOT_SUPPORTED (with the reason) when it cannot run here. */

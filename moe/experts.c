@@ -217,13 +217,13 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, epmoe_stream_t stream,
-                                 epmoei_stages_t *stages)
+static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned,
+                                 epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
         epmoe_align_args_t align = align_args(args, plan, first, tokens);
-        EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
+        if (!aligned) EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
@@ -254,7 +254,17 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t 
     return EPMOE_OK;
 }
 
-epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, epmoei_stages_t *stages)
+epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order)
+{
+    plan_t plan;
+    EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
+    EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
+    *order = (epmoei_experts_order_t){plan.sorted_ids, plan.num_post_padded, plan.expert_offsets};
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned, epmoe_stream_t stream,
+                                  epmoei_stages_t *stages)
 {
     if (args->num_tokens == 0) return EPMOE_OK;
     plan_t plan;
@@ -265,7 +275,7 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
     /* What this call's align finds is for the next call, and must not end this one half way, whenever the device gets
      * there. */
     epmoei_error_word_hold(1);
-    epmoe_status_t status = run_chunks(args, &plan, stream, stages);
+    epmoe_status_t status = run_chunks(args, &plan, aligned, stream, stages);
     epmoei_error_word_hold(-1);
     return status;
 }
@@ -291,5 +301,5 @@ epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t st
     EPMOEI_CHECK(check_pointers(&checked));
     EPMOEI_CHECK(check_host_values(&checked));
     EPMOEI_CHECK(check_workspace(&checked, plan.bytes));
-    return epmoei_experts_run(&checked, stream, NULL);
+    return epmoei_experts_run(&checked, false, stream, NULL);
 }
