@@ -91,6 +91,7 @@ static epmoe_grouped_gemm_args_t gemm1_args(const epmoe_experts_args_t *args, co
     if (!args->weight_on_input) gemm.row_weights = NULL;
     gemm.y_dtype = args->dtype;
     gemm.y = plan->h;
+    gemm.y_sorted = 1;
     return gemm;
 }
 
@@ -102,6 +103,7 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     gemm.k = args->intermediate;
     gemm.x_dtype = args->dtype;
     gemm.x = plan->h;
+    gemm.x_sorted = 1;
     gemm.weight = args->down;
     gemm.bias = args->down_bias;
     gemm.activation = EPMOE_ACTIVATION_NONE;

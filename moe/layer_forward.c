@@ -90,6 +90,7 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     gemm.num_rows_dev = forward->args.num_tokens_dev;
     gemm.x_dtype = forward->layer->config.dtype;
     gemm.x = x;
+    gemm.x_sorted = 1;
     gemm.weight.format = format;
     gemm.weight.data = weight;
     gemm.layout = EPMOE_LAYOUT_PACKED;

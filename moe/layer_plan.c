@@ -119,6 +119,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.n = shapes[i].n;
         gemm.k = shapes[i].k;
         gemm.max_rows = config->max_tokens;
+        gemm.x_sorted = 1;
         gemm.x_dtype = config->dtype;
         gemm.y_dtype = EPMOE_F32;
         gemm.weight.format = config->weight_format;

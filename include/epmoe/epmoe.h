@@ -329,7 +329,8 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  *     out  *= row_weights[s] unless weight_on_input
  *     y[s, :] = round(out, y_dtype)
  * Rows of y that no r reaches are not written. N counts gate and up rows together (2f) when an activation is given.
- * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2.
+ * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2. x_sorted and y_sorted keep what lies
+ * between the two in the sorted order, where a tile's rows are neighbours.
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
@@ -363,6 +364,8 @@ typedef struct epmoe_grouped_gemm_args_t {
     int64_t workspace_bytes;     /* at least epmoe_grouped_gemm_workspace_size */
     const int32_t *num_rows_dev; /* with expert_offsets NULL and one expert: the actual rows, at most max_rows; same
                                     memory as the tensors; NULL = max_rows */
+    int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
+    int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);

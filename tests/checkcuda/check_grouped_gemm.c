@@ -24,7 +24,7 @@ typedef struct shape_t {
     epmoe_activation_t activation;
     epmoe_layout_t layout;
     route_t route;
-    bool bias, row_weights, weight_on_input, indexed, batch_invariant;
+    bool bias, row_weights, weight_on_input, indexed, batch_invariant, x_sorted, y_sorted;
     float limit;
 } shape_t;
 
@@ -61,10 +61,12 @@ static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape,
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
     static const char *const routes[] = {"uniform", "one expert", "few experts"};
-    check_case(c, &op, "T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d weights %d on input %d index %d",
-               shape->tokens, shape->top_k, shape->experts, shape->n, shape->k, epmoe_dtype_string(shape->dtype),
-               epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)shape->layout, routes[shape->route],
-               shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed);
+    check_case(
+        c, &op,
+        "T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d weights %d on input %d index %d sorted %d%d",
+        shape->tokens, shape->top_k, shape->experts, shape->n, shape->k, epmoe_dtype_string(shape->dtype),
+        epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)shape->layout, routes[shape->route],
+        shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted, shape->y_sorted);
     /* The order of an fp32 sum over K. */
     c->tolerance = 4e-6 + 0x1p-21 * sqrt((double)shape->k);
     int32_t slots = shape->tokens * shape->top_k, max_rows = slots ? slots + (shape->indexed ? 40 : 0) : 0;
@@ -84,6 +86,8 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.limit = shape->limit;
     args.weight_on_input = shape->weight_on_input;
     args.batch_invariant = shape->batch_invariant;
+    args.x_sorted = shape->x_sorted;
+    args.y_sorted = shape->y_sorted;
     args.y_dtype = shape->y_dtype;
     if (epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes) != EPMOE_OK)
         check_fail(c, "%s", epmoe_last_error());
@@ -96,9 +100,10 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
         int32_t *index = CHECK_ADD(c, epmoe_grouped_gemm_args_t, row_index, CHECK_IN, EPMOE_I32, 1, max_rows, 4);
         for (int32_t i = 0; i < max_rows; i++) index[i] = slots + i;
     }
-    void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, shape->dtype, shape->tokens, k, 16);
+    int64_t x_rows = shape->x_sorted ? max_rows : shape->tokens, y_rows = shape->y_sorted ? max_rows : slots;
+    void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, shape->dtype, x_rows, k, 16);
     void *w = CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.data, CHECK_IN, shape->dtype, experts * n, k, 16);
-    testing_fill_normal(rng, x, shape->dtype, shape->tokens * k, 1.0f);
+    testing_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
     testing_fill_normal(rng, w, shape->dtype, experts * n * k, 1.0f / sqrtf((float)k));
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_grouped_gemm_args_t, bias, CHECK_IN, EPMOE_F32, experts, n, 4);
@@ -109,8 +114,8 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
         for (int32_t s = 0; s < slots; s++)
             weights[s] = testing_uniform(rng, 0.2f, 2.0f) * (testing_range(rng, 0, 1) ? 1.0f : -1.0f);
     }
-    CHECK_ADD(c, epmoe_grouped_gemm_args_t, y, CHECK_OUT, shape->y_dtype, slots, n_out, 16);
-    CHECK_ADD(c, epmoe_grouped_gemm_args_t, workspace, CHECK_SCRATCH, EPMOE_U8, 1, args.workspace_bytes, 1);
+    CHECK_ADD(c, epmoe_grouped_gemm_args_t, y, CHECK_OUT, shape->y_dtype, y_rows, n_out, 16);
+    CHECK_ADD(c, epmoe_grouped_gemm_args_t, workspace, CHECK_SCRATCH, EPMOE_U8, 1, args.workspace_bytes, 16);
     fill_rows(rng, c, shape, max_rows);
 }
 
@@ -155,11 +160,12 @@ static void check_epilogues(testing_rng_t *rng)
     const int32_t ns[] = {16, 48, 112, 144, 272, 304, 528}, ks[] = {8, 24, 56, 72, 120, 264, 1032};
     check_begin("grouped_gemm", "epilogues, N and K odd multiples of 8");
     for (int32_t i = 0; i < 5 * 2 * 2 * 2 * 2 * 3; i++) {
-        shape_t shape = {.tokens = testing_range(rng, 1, 70),
+        const bool tall = testing_range(rng, 0, 2) == 0; /* the widest tiles */
+        shape_t shape = {.tokens = testing_range(rng, 1, tall ? 330 : 70),
                          .top_k = testing_range(rng, 1, 3),
                          .experts = testing_range(rng, 1, 9),
                          .n = ns[testing_range(rng, 0, 6)],
-                         .k = ks[testing_range(rng, 0, 6)],
+                         .k = ks[testing_range(rng, 0, tall ? 3 : 6)],
                          .activation = (epmoe_activation_t)(i % 5),
                          .layout = (epmoe_layout_t)(i / 5 % 2),
                          .bias = i / 10 % 2,
@@ -168,6 +174,8 @@ static void check_epilogues(testing_rng_t *rng)
                          .y_dtype = y_dtypes[i / 80],
                          .weight_on_input = testing_range(rng, 0, 3) == 0,
                          .indexed = testing_range(rng, 0, 1),
+                         .x_sorted = testing_range(rng, 0, 2) == 0,
+                         .y_sorted = testing_range(rng, 0, 2) == 0,
                          .route = (route_t)testing_range(rng, 0, ROUTE_COUNT - 1),
                          .limit = testing_range(rng, 0, 1) ? 0.7f : 0.0f};
         if (shape.activation == EPMOE_ACTIVATION_NONE && i % 2) shape.n -= 8;
