@@ -34,9 +34,14 @@ constexpr int kMostStages = 8;
 struct pipeline_t {
     int32_t max_n;   /* most tokens of a tile: 64, 128 or 256 */
     int32_t stages;  /* <= kMostStages */
-    int32_t x_box;   /* tokens of one copy */
     int32_t fast;    /* epilogue_is_fast */
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+};
+
+/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
+constexpr int kXMaps = 6;
+struct x_maps_t {
+    CUtensorMap map[kXMaps];
 };
 
 /* Which tokens a tile covers, and the width of wgmma that holds them. */
@@ -152,27 +157,33 @@ struct block_t {
 
 /* One thread. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
-                                        const CUtensorMap *x_map)
+                                        const x_maps_t *x_maps)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    const int32_t box = b.line.x_box;
     ring_t ring = {0, 0};
     for (int64_t index = b.first_tile; index < b.tiles; index += b.tile_step) {
         const tile_t tile = find_tile(p, b.cumulative, index, b.clusters);
         if (tile.rows == 0) continue;
-        const int32_t boxes = (tile.width + box - 1) / box, block = tile.cluster * b.line.cluster + b.rank;
+        const int32_t block = tile.cluster * b.line.cluster + b.rank;
+        /* This block's part of the tokens. */
+        const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+        const int32_t first = b.rank * half, part = b.rank == 0 ? half : tile.width - half;
         const int32_t w_row = p.gated ? 0 : block * kBlockW, w_group = p.gated ? block * (kBlockW / 16) : 0;
         for (int step = 0; step < b.k_steps; step++, ring.advance(b.line.stages)) {
             const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
             wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-            ptx_mbarrier_arrive_expect(done, kWeightBytes + boxes * box * kBlockK * 2);
+            ptx_mbarrier_arrive_expect(done, kWeightBytes + tile.width * kBlockK * 2);
             ptx_tma_load_5d(to, w_map, done, step * kBlockK, w_row, 0, w_group, tile.expert);
-            for (int i = b.rank; i < boxes; i += b.line.cluster) {
-                const uint32_t part = to + kWeightBytes + i * box * kBlockK * 2;
+            int32_t token = first;
+#pragma unroll
+            for (int i = kXMaps - 1; i >= 0; i--) {
+                if (!(part & 8 << i)) continue;
+                const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
                 if (b.line.cluster == 1)
-                    ptx_tma_load_2d(part, x_map, done, step * kBlockK, tile.row + i * box);
+                    ptx_tma_load_2d(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token);
                 else
-                    ptx_tma_load_2d_multicast(part, x_map, done, step * kBlockK, tile.row + i * box, 3);
+                    ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token, 3);
+                token += 8 << i;
             }
         }
     }
@@ -302,7 +313,7 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const gemm_params_t p, const pipeline_t line, const __grid_constant__ CUtensorMap w_map,
-                        const __grid_constant__ CUtensorMap x_map)
+                        const __grid_constant__ x_maps_t x_maps)
 {
     extern __shared__ __align__(1024) char shared[];
     const shared_layout layout(line);
@@ -316,7 +327,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     b.barriers = (barriers_t *)(shared + layout.barriers);
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
-        ptx_tma_prefetch_map(&x_map);
         for (int i = 0; i < line.stages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
@@ -343,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<40>();
         if (threadIdx.x == 0)
-            produce(p, b, &w_map, &x_map);
+            produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
     } else {
@@ -400,12 +410,14 @@ epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_
     return encode_map(map, args->x_dtype, args->weight.data, 5, dims, strides, box);
 }
 
-epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t rows, int32_t x_box,
-                           CUtensorMap *map)
+epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t rows, x_maps_t *maps)
 {
     const cuuint64_t dims[2] = {(cuuint64_t)args->k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)args->k * 2};
-    const cuuint32_t box[2] = {kBlockK, (cuuint32_t)x_box};
-    return encode_map(map, args->x_dtype, x, 2, dims, strides, box);
+    for (int i = 0; i < kXMaps; i++) {
+        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
+        EPMOEI_CHECK(encode_map(&maps->map[i], args->x_dtype, x, 2, dims, strides, box));
+    }
+    return EPMOE_OK;
 }
 
 /* As many stages as fit; 0 when too few for the product to overlap with the copies. */
@@ -414,13 +426,7 @@ int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeli
     const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
     line->max_n = max_n;
     line->cluster = max_n == 64 ? 1 : 2;
-    line->x_box = max_n / 16 < 8 ? 8 : max_n / 16;
-    {
-        const char *s = getenv("EPX_CLUSTER");
-        if (s) line->cluster = atoi(s);
-        s = getenv("EPX_BOX");
-        if (s) line->x_box = atoi(s);
-    }
+    if (getenv("EPX_CLUSTER")) line->cluster = atoi(getenv("EPX_CLUSTER"));
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
         *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
         if (*bytes <= limit) return line->stages;
@@ -449,15 +455,16 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     while (!choose_pipeline(args, max_n, &line, &bytes)) max_n /= 2;
     line.fast = epilogue_is_fast(args, args->x_dtype);
 
-    CUtensorMap w_map, x_map;
+    CUtensorMap w_map;
+    x_maps_t x_maps;
     EPMOEI_CHECK(encode_weights(args, &p, &w_map));
-    EPMOEI_CHECK(encode_rows(args, x, x_rows, line.x_box, &x_map));
+    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
     EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
     int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
     return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_kernel<T>, line.cluster,
                                                               dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
-                                                              (size_t)bytes, stream, p, line, w_map, x_map),
+                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
                               "grouped_gemm_sm90");
 }
 

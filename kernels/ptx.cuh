@@ -149,7 +149,7 @@ __device__ __forceinline__ void ptx_cluster_sync()
 __device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_t block)
 {
     asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
                  "r"(block)
                  : "memory");
 }
