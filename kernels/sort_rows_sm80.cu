@@ -1,6 +1,7 @@
 /* Rows of x into the sorted order of a grouped GEMM, for kernels that copy whole tiles of it: to[r] = x[row_index[r] /
  * x_row_divisor]. Floor: bytes = 2*R*K*b, of which the reads of a token's k slots hit the L2 cache. */
 #include "kernels/grouped_gemm.h"
+#include "kernels/launch_cuda.cuh"
 #include "kernels/rows_cuda.cuh"
 
 namespace
@@ -25,6 +26,8 @@ constexpr int kRowsInFlight = 4;
 __global__ void __launch_bounds__(256) sort_rows_kernel(const gather_t g)
 {
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
+    epmoei_wait_for_predecessor();
+    epmoei_allow_dependent();
     if (unit >= g.units) return;
     const int32_t begin = g.expert_offsets ? g.expert_offsets[0] : 0;
     const int32_t end =
@@ -61,6 +64,6 @@ extern "C" epmoe_status_t epmoei_sort_rows_sm80(const epmoe_grouped_gemm_args_t 
     g.x_row_divisor = args->x_row_divisor;
     g.units = args->k / 8;
     epmoei_row_grid_t grid = epmoei_row_grid(args->max_rows, g.units);
-    sort_rows_kernel<<<grid.blocks, grid.threads, 0, stream>>>(g);
-    return EPMOEI_LAUNCH_CHECK("sort_rows");
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(sort_rows_kernel, grid.blocks, grid.threads, 0, stream, g), "sort_rows");
 }
