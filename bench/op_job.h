@@ -4,8 +4,9 @@
 
 #include "bench/bench.h"
 #include "kernels/kernel_table.h"
+#include "kernels/route.h"
 
-#define OP_MAX_OUTPUTS 4
+#define OP_MAX_OUTPUTS 6
 #define OP_MAX_MEMORY  24
 
 /* An output [rows,cols] of the library (out) and of the reference (ref, NULL where `judge` needs none). */
@@ -25,6 +26,7 @@ typedef union op_args_t {
     epmoe_grouped_gemm_args_t gemm;
     epmoe_silu_and_mul_args_t silu;
     epmoe_sum_args_t sum;
+    epmoei_route_args_t route;
 } op_args_t;
 
 typedef struct op_job_t op_job_t;
@@ -41,6 +43,7 @@ typedef struct op_kind_t {
 
 extern const op_kind_t op_topk, op_align, op_permute, op_unpermute; /* op_rows.c */
 extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;    /* op_math.c */
+extern const op_kind_t op_router;                                   /* op_router.c */
 
 struct op_job_t {
     const bench_t *bench;
@@ -76,6 +79,8 @@ epmoe_status_t op_take_random(op_job_t *job, void **pointer, epmoe_dtype_t dtype
 epmoe_status_t op_take_output(op_job_t *job, void **out, epmoe_dtype_t dtype, int64_t rows, int64_t cols);
 /* [T,k] as the options' routing draws them. */
 epmoe_status_t op_take_ids(op_job_t *job, int32_t **ids);
+/* The model's rules; without pointers. */
+epmoe_topk_args_t op_topk_args(const op_job_t *job);
 /* The slots in expert order without padding, for the ops that follow align. */
 typedef struct op_order_t {
     int32_t *sorted_ids; /* [T*k] */

@@ -39,25 +39,32 @@ static void place_topk(const op_job_t *job, op_args_t *args)
     args->topk.weights = op_twin(job, args->topk.weights);
 }
 
+epmoe_topk_args_t op_topk_args(const op_job_t *job)
+{
+    const epmoe_layer_config_t *config = &job->bench->config;
+    epmoe_topk_args_t args = EPMOE_TOPK_ARGS_INIT;
+    args.backend = job->bench->backend;
+    args.num_tokens = job->num_tokens;
+    args.num_experts = config->num_experts;
+    args.top_k = config->top_k;
+    args.scoring = config->scoring;
+    args.renormalize = config->renormalize;
+    args.scale = config->routed_scale;
+    args.n_group = config->n_group;
+    args.topk_group = config->topk_group;
+    args.group_score = config->group_score;
+    return args;
+}
+
 static epmoe_status_t make_topk(op_job_t *job)
 {
     const epmoe_layer_config_t *config = &job->bench->config;
     epmoe_topk_args_t *args = &job->args.topk;
-    *args = (epmoe_topk_args_t)EPMOE_TOPK_ARGS_INIT;
-    args->backend = job->bench->backend;
-    args->num_tokens = job->num_tokens;
-    args->num_experts = config->num_experts;
-    args->top_k = config->top_k;
+    *args = op_topk_args(job);
     if (job->bench->selection_bias) {
         EPMOEI_CHECK(op_take(job, (void **)&args->selection_bias, (int64_t)config->num_experts * 4));
         memcpy((float *)(uintptr_t)args->selection_bias, job->bench->selection_bias, (size_t)config->num_experts * 4);
     }
-    args->scoring = config->scoring;
-    args->renormalize = config->renormalize;
-    args->scale = config->routed_scale;
-    args->n_group = config->n_group;
-    args->topk_group = config->topk_group;
-    args->group_score = config->group_score;
     EPMOEI_CHECK(
         op_take_random(job, (void **)&args->logits, EPMOE_F32, (int64_t)job->num_tokens * config->num_experts, 0, 1));
     EPMOEI_CHECK(op_take_output(job, (void **)&args->ids, EPMOE_I32, job->num_tokens, config->top_k));

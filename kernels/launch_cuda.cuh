@@ -25,6 +25,13 @@ __device__ __forceinline__ void epmoei_allow_dependent()
 #endif
 }
 
+/* How most kernels begin. */
+__device__ __forceinline__ void epmoei_begin_dependent()
+{
+    epmoei_wait_for_predecessor();
+    epmoei_allow_dependent();
+}
+
 /* The machine code for 9.0 has the two instructions; what the driver makes of the PTX for anything newer has not, and
  * is launched in plain stream order. */
 template <typename... Params, typename... Args>

@@ -222,8 +222,7 @@ static __global__ void __launch_bounds__(kAlignThreads, 1)
     const route_shared_t shared = route_shared(p, base);
     if (p.sorted_ids)
         for (int32_t i = threadIdx.x; i < p.words * p.topk.num_experts; i += blockDim.x) shared.bits[i] = 0;
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    epmoei_begin_dependent();
 
     const int32_t lane = threadIdx.x % kLanes, team = threadIdx.x / kLanes, top_k = p.topk.top_k;
     const int32_t tokens = route_tokens(p);
@@ -256,8 +255,7 @@ static __global__ void __launch_bounds__(kAlignThreads, 1)
 static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(const route_params_t p)
 {
     extern __shared__ __align__(16) float shared[];
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    epmoei_begin_dependent();
     const int32_t thread = threadIdx.x, places = blockDim.x * kBlockValues;
     const int64_t row = blockIdx.x;
     if (row >= route_tokens(p)) return;

@@ -64,8 +64,7 @@ __device__ __forceinline__ float *partial_row(const router_params_t &p, int32_t 
 /* What every block does first. */
 __device__ __forceinline__ void begin_kernel(const router_params_t &p)
 {
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    epmoei_begin_dependent();
     if (p.counter && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
 }
 

@@ -1,4 +1,5 @@
 /* Router top-k, one launch; the steps of a row stand in topk_cuda.cuh. */
+#include "kernels/launch_cuda.cuh"
 #include "kernels/topk_cuda.cuh"
 
 static const int kRowThreads = 128; /* of a block of rows up to 512 experts */
@@ -11,6 +12,7 @@ static __global__ void __launch_bounds__(kRowThreads, 4) topk_rows_kernel(epmoe_
     constexpr int kSlots = slots_t<kLanes, kValues>::kCount;
     int32_t lane = threadIdx.x % kLanes, team = threadIdx.x / kLanes;
     int64_t row = (int64_t)blockIdx.x * (kRowThreads / kLanes) + team;
+    epmoei_begin_dependent();
     bool valid = row < epmoei_device_tokens(args.num_tokens_dev, args.num_tokens);
     if (!__any_sync(kAll, valid)) return;
 
@@ -34,6 +36,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) topk_block_kernel(epmoe
     extern __shared__ __align__(16) float shared[];
     int32_t thread = threadIdx.x;
     int64_t row = blockIdx.x;
+    epmoei_begin_dependent();
     if (row >= epmoei_device_tokens(args.num_tokens_dev, args.num_tokens)) return;
 
     float logits[kBlockValues];
@@ -53,13 +56,14 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) topk_block_kernel(epmoe
 /* ------------------------------------------------------------------------------------------------------- launch */
 
 template <int kLanes, int kValues>
-static void launch_rows(const epmoe_topk_args_t *args, int32_t tail_floats, epmoe_stream_t stream)
+static cudaError_t launch_rows(const epmoe_topk_args_t *args, int32_t tail_floats, epmoe_stream_t stream)
 {
     const int32_t kRows = kRowThreads / kLanes;
     int32_t team_floats = tail_floats ? kLanes * kValues + tail_floats : 0;
     unsigned blocks = (unsigned)epmoei_ceil_div(args->num_tokens, kRows);
     size_t shared_bytes = (size_t)(kRows * team_floats) * sizeof(float);
-    topk_rows_kernel<kLanes, kValues><<<blocks, kRowThreads, shared_bytes, stream>>>(*args, team_floats);
+    return epmoei_launch_dependent(topk_rows_kernel<kLanes, kValues>, blocks, kRowThreads, shared_bytes, stream, *args,
+                                   team_floats);
 }
 
 extern "C" epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_stream_t stream)
@@ -74,22 +78,24 @@ extern "C" epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_
     int32_t groups = grouped ? (int32_t)epmoei_round_up(args->n_group, 4) : 0;
     int32_t sums = softmax ? kSumLanes : 0;
     int32_t tail_floats = groups > sums ? groups : sums;
+    cudaError_t error;
     if (args->num_experts <= 8)
-        launch_rows<1, 8>(args, groups, stream);
+        error = launch_rows<1, 8>(args, groups, stream);
     else if (args->num_experts <= 32)
-        launch_rows<4, 8>(args, groups, stream);
+        error = launch_rows<4, 8>(args, groups, stream);
     else if (args->num_experts <= 64)
-        launch_rows<32, 2>(args, tail_floats, stream);
+        error = launch_rows<32, 2>(args, tail_floats, stream);
     else if (args->num_experts <= 128)
-        launch_rows<32, 4>(args, tail_floats, stream);
+        error = launch_rows<32, 4>(args, tail_floats, stream);
     else if (args->num_experts <= 256)
-        launch_rows<32, 8>(args, tail_floats, stream);
+        error = launch_rows<32, 8>(args, tail_floats, stream);
     else if (args->num_experts <= 512)
-        launch_rows<32, 16>(args, tail_floats, stream);
+        error = launch_rows<32, 16>(args, tail_floats, stream);
     else {
         unsigned threads = (unsigned)(32 * epmoei_ceil_div(args->num_experts, 32 * kBlockValues));
         size_t shared_bytes = (threads * kBlockValues + (size_t)tail_floats) * sizeof(float);
-        topk_block_kernel<<<(unsigned)args->num_tokens, threads, shared_bytes, stream>>>(*args);
+        error = epmoei_launch_dependent(topk_block_kernel, (unsigned)args->num_tokens, threads, shared_bytes, stream,
+                                        *args);
     }
-    return EPMOEI_LAUNCH_CHECK("epmoe_topk");
+    return epmoei_cuda_status((int32_t)error, "epmoe_topk");
 }
