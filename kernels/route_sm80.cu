@@ -31,7 +31,8 @@ struct route_params_t {
     epmoei_router_parts_t parts;
     const float *bias;
     float *logits;
-    int32_t rehearsals; /* blocks that go through the code before the product has ended */
+    int32_t rehearsals; /* blocks that go through the code before the product has ended; they read no more than the
+                         * selection bias, which was there before the product began */
     uint32_t *counts;   /* NULL = none; [groups,stride]: two experts a word; 0 before */
     epmoei_route_groups_t groups;
     bool single; /* the one block orders too */
@@ -61,7 +62,7 @@ __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, 
     const float *from = p.partials + row * p.parts.row_stride + first;
 #pragma unroll
     for (int i = 0; i < kValues; i++) logits[i] = 0.0f;
-    if (count <= 0) return;
+    const int32_t parts = count > 0 ? p.parts.num_parts : 0; /* not a branch: the rehearsal is to pass here too */
 #pragma unroll 1
     for (int32_t base = 0; base < p.parts.num_parts; base += kBatch) {
         vector_t vectors[kBatch][kVectors];
@@ -70,9 +71,8 @@ __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, 
         for (int i = 0; i < kBatch; i++)
 #pragma unroll
             for (int v = 0; v < kVectors; v++)
-                vectors[i][v] = base + i < p.parts.num_parts
-                                    ? *(const vector_t *)(from + (base + i) * stride + v * kWidth)
-                                    : vector_t{};
+                vectors[i][v] =
+                    base + i < parts ? *(const vector_t *)(from + (base + i) * stride + v * kWidth) : vector_t{};
 #pragma unroll
         for (int i = 0; i < kBatch; i++)
 #pragma unroll
@@ -102,15 +102,17 @@ __device__ __forceinline__ void store_logits(float *to, int32_t count, const flo
         if (i < count) to[i] = logits[i];
 }
 
-/* The logits that choose, as topk_cuda.cuh wants them, also left in stash[first..]. */
+/* The logits of a thread's `count` experts as topk_cuda.cuh wants them, also left in stash[first..]. A row that is not
+ * valid is neither read nor written, and counts as 0 throughout. */
 template <int kValues>
-__device__ __forceinline__ void load_row(const route_params_t &p, int64_t row, int32_t first, int32_t count,
+__device__ __forceinline__ void load_row(const route_params_t &p, int64_t row, bool valid, int32_t first, int32_t count,
                                          float *stash, float (&logits)[kValues])
 {
-    int64_t at = row * p.topk.num_experts + first;
-    add_parts(p, row, first, count, logits);
-    if (p.logits) store_logits(p.logits + at, count, logits);
-    if (p.topk.logits) load_run((const float *)p.topk.logits + at, count, -INFINITY, logits);
+    const int64_t at = row * p.topk.num_experts + first;
+    const int32_t present = valid ? count : 0;
+    add_parts(p, row, first, present, logits);
+    if (p.logits) store_logits(p.logits + at, present, logits);
+    if (p.topk.logits) load_run((const float *)p.topk.logits + at, present, 0.0f, logits);
 #pragma unroll
     for (int i = 0; i < kValues; i++) logits[i] = i < count ? tame(logits[i]) : -INFINITY;
 #pragma unroll
@@ -125,12 +127,12 @@ __device__ __forceinline__ void choose_row(const route_params_t &p, int64_t row,
     float *values = stash + 32 * kValues;
     float logits[kValues];
     uint32_t keys[kValues], best_keys[1];
-    int32_t count = valid ? min(kValues, p.topk.num_experts - lane * kValues) : 0;
-    load_row(p, row, lane * kValues, count, stash, logits);
+    int32_t count = min(kValues, p.topk.num_experts - lane * kValues);
+    load_row(p, row, valid, lane * kValues, count, stash, logits);
     softmax_t softmax = prepare<32>(p.topk, logits, count, lane, 32, values, values + 32 * kValues, keys);
     select_best<32>(keys, lane, p.topk.top_k, ids, best_keys);
     __syncwarp();
-    float chosen[1] = {valid && lane < p.topk.top_k ? stash[ids[0]] : -INFINITY};
+    float chosen[1] = {lane < p.topk.top_k ? stash[ids[0]] : -INFINITY};
     weigh<32>(p.topk, row, valid, lane, softmax, ids, chosen);
     __syncwarp();
 }
@@ -339,7 +341,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
     uint32_t keys[kBlockValues];
     int32_t ids[1] = {};
     int32_t count = min(kBlockValues, p.topk.num_experts - thread * kBlockValues);
-    load_row(p, row, thread * kBlockValues, count, stash, logits);
+    load_row(p, row, true, thread * kBlockValues, count, stash, logits);
     softmax_t softmax = prepare<0>(p.topk, logits, count, thread, blockDim.x, values, values + places, keys);
     /* prepare ends behind a barrier after its last use of `values`, unless it did not use them. */
     select_in_block(keys, p.topk.top_k, (uint32_t *)values, ids);
