@@ -14,15 +14,16 @@
 #include "kernels/router_gemm.h"
 #include "kernels/topk_cuda.cuh"
 
-static const int kSingleRows = 16; /* the most that one block chooses and orders, a warp each */
+/* The most threads of a block that chooses and orders: a warp per row, a thread per expert. Beyond 256 experts a thread
+ * needs more registers. */
 static const int kSingleThreads = 512;
+static const int kWideSingleThreads = 384;
 static const int kRowThreads = 128; /* of a block that only chooses */
 static const int kPlaceThreads = 512;
 static const int kCountLanes = 32; /* the most threads that share an expert's counts */
 static const int kSharedByDefault = 48 * 1024;
-static_assert(kSingleThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS && kPlaceThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS,
-              "the order has a thread per expert");
-static_assert(kSingleRows <= 32 && kSingleRows * 32 <= kSingleThreads, "one word of tokens, a warp per row");
+static_assert(kPlaceThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS, "the order has a thread per expert");
+static_assert(kSingleThreads <= 32 * 32, "one word of tokens");
 
 struct route_params_t {
     epmoe_topk_args_t topk; /* of these rows; logits: what replaces the router's, or NULL */
@@ -55,7 +56,7 @@ __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, 
                                           float (&logits)[kValues])
 {
     constexpr int kWidth = kValues < 4 ? kValues : 4, kVectors = kValues / kWidth;
-    constexpr int kBatch = kValues <= 8 ? 8 : 4; /* loads under way at a time */
+    constexpr int kBatch = kValues == 4 || kValues == 16 ? 4 : 8; /* loads under way at a time */
     using vector_t = part_t<float, kWidth>;
     static_assert(EPMOEI_ROUTER_MAX_PARTS % kBatch == 0, "batches cover the parts");
     const int64_t stride = (int64_t)p.topk.num_tokens * p.parts.row_stride;
@@ -292,7 +293,7 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
 
 /* 32 * kValues experts at most, a warp per row; team_floats of shared memory per warp. */
 template <int kValues>
-static __global__ void __launch_bounds__(kSingleThreads, kValues <= 4 ? 2 : 1)
+static __global__ void __launch_bounds__(kValues <= 8 ? kSingleThreads : kWideSingleThreads, kValues <= 4 ? 2 : 1)
     route_rows_kernel(const route_params_t p, int32_t team_floats)
 {
     extern __shared__ __align__(16) float teams[];
@@ -371,8 +372,10 @@ static int32_t tail_floats(const epmoe_topk_args_t *topk)
 static bool is_single(const route_params_t &p)
 {
     const int64_t most_bytes = 128 * 1024;
+    const int32_t most_threads = p.topk.num_experts <= 256 ? kSingleThreads : kWideSingleThreads;
     int64_t row_bytes = (int64_t)p.parts.num_parts * p.parts.row_stride * (int64_t)sizeof(float);
-    return p.topk.num_tokens <= kSingleRows && p.topk.num_tokens * row_bytes <= most_bytes;
+    return (int64_t)p.topk.num_tokens * 32 <= most_threads && p.topk.num_experts <= most_threads &&
+           p.topk.num_tokens * row_bytes <= most_bytes;
 }
 
 template <int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe_stream_t stream)
