@@ -61,6 +61,7 @@ static epmoe_status_t load_local(epmoe_layer_t *layer, const epmoe_checkpoint_t 
 {
     epmoe_load_options_t own = EPMOE_LOAD_OPTIONS_INIT;
     epmoe_layer_config_t raw = EPMOE_LAYER_CONFIG_INIT, file;
+    EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
     if (!checkpoint) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "checkpoint is NULL");
     if (options) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, options, "options"));
     EPMOEI_CHECK(epmoe_checkpoint_layer_config(checkpoint, layer_index, &raw));

@@ -1,4 +1,5 @@
 /* Weights of a layer on a device: repacked, borrowed, generated, loaded; what memory they take and give back. */
+#include "comm/comm.h"
 #include "kernels/repack.h"
 #include "moe/layer_weights.h"
 #include "tests/gpu_layer_case.h"
@@ -287,6 +288,31 @@ Test(gpu_weights, refused_weights_leave_the_old_ones)
     REFUSED(model.weights, w.gate_up.format = EPMOE_FORMAT_MXFP4, EPMOE_ERROR_NOT_SUPPORTED, "gate_up.format");
 #undef REFUSED
     gpu_buffer_free(shifted), free_on_device(&device);
+    epmoe_layer_destroy(layer);
+    oracle_model_free(&model);
+}
+
+/* Nothing is put on a device that is not the communicator's. */
+Test(gpu_weights, another_current_device_is_refused)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_layer_config_t config = full_config(EPMOE_BF16);
+    oracle_model_t model = gpu_model(&rng, &config);
+    epmoe_layer_t *layer = gpu_layer_with(&model), *second = NULL;
+    cr_assert_not_null(layer);
+    static uint16_t first[kTokens * kD], y[kTokens * kD];
+    forward(layer, first);
+    layer->comm->device++;
+    const epmoe_status_t statuses[] = {epmoe_layer_create(&config, layer->comm, &second),
+                                       epmoe_layer_set_weights(layer, &model.weights),
+                                       epmoe_layer_set_random_weights(layer, 1)};
+    layer->comm->device--;
+    for (int i = 0; i < 3; i++)
+        cr_expect_eq(statuses[i], EPMOE_ERROR_BAD_STATE, "%d: %s", i, epmoe_status_string(statuses[i]));
+    cr_expect_null(second);
+    forward(layer, y);
+    cr_expect(same_y("after refusals", y, first));
     epmoe_layer_destroy(layer);
     oracle_model_free(&model);
 }
