@@ -198,6 +198,7 @@ static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writ
                               const epmoei_layer_formats_t *formats)
 {
     EPMOEI_CHECK(put_common(layer, writer, common));
+    if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     int64_t matrix = (int64_t)layer->config.hidden * layer->config.intermediate;
     int64_t expert_bytes = matrix * (2 * epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)) +
                                      epmoe_dtype_size(epmoei_dtype_of_format(formats->down)));
@@ -206,10 +207,12 @@ static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writ
         EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
         EPMOEI_CHECK(put_routed(layer, writer, e, &expert));
         const epmoe_load_options_t *options = source->options;
-        if (!options || !options->progress) continue;
-        EPMOEI_CHECK(epmoei_writer_wait(writer));
-        if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
-            return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
+        if (options && options->progress) {
+            EPMOEI_CHECK(epmoei_writer_wait(writer));
+            if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
+                return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
+        }
+        if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     }
     return epmoei_writer_wait(writer);
 }

@@ -779,8 +779,10 @@ typedef struct epmoe_load_options_t {
 } epmoe_load_options_t;
 #define EPMOE_LOAD_OPTIONS_INIT EPMOE_STRUCT_INIT(epmoe_load_options_t)
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
- * read. options NULL = none. Collective: all ranks succeed or all fail. MISMATCH when the layer's config is not the
- * checkpoint's. After a failure the layer has no weights. */
+ * read. options NULL = none. Collective: all ranks succeed or all fail. Ranks may take different times, however long:
+ * each shows the others while it loads that it is alive, and TIMEOUT means that one expert, the shared weights or a
+ * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's. After a
+ * failure the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
                                                      int32_t layer_index, const epmoe_load_options_t *options);
 
