@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_run(float (&acc)[kCount], const float (&valu
 __device__ __forceinline__ int64_t slot_row(const epmoei_row_sum_t &sum, int64_t slot, int32_t selected, bool counts)
 {
     if (selected >= 0 && selected < sum.bound) return sum.gather ? selected : slot;
-    if (selected != -1 && counts && sum.error_word) atomicAdd(sum.error_word, 1);
+    if (selected != -1 && counts) epmoei_count_bad(sum.error_word, 1);
     return -1;
 }
 
