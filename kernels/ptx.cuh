@@ -28,6 +28,34 @@ template <int kPending> __device__ __forceinline__ void ptx_cp_async_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/* A NaN on either side stays, which fminf and fmaxf drop. */
+__device__ __forceinline__ float ptx_min_nan(float a, float b)
+{
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float ptx_max_nan(float a, float b)
+{
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+/* Within 2 ulp; subnormal results are 0. */
+__device__ __forceinline__ float ptx_exp2(float x)
+{
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float ptx_reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane i gives the row address i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared)
 {
@@ -160,6 +188,20 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+/* A box of a tensor into the L2 cache. */
+__device__ __forceinline__ void ptx_tma_prefetch_2d(const void *map, int32_t c0, int32_t c1)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
+}
+
+__device__ __forceinline__ void ptx_tma_prefetch_5d(const void *map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
+                                                    int32_t c4)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1),
+                 "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
 

@@ -6,7 +6,7 @@
 /* Elements of one thread where everything is aligned, and bytes of slots' rows that it loads before it adds the first.
  */
 static const int kRun = 8;
-static const int kBytesInFlight = 128;
+static const int kBytesInFlight = 64;
 
 /* acc += weight * value, rounded twice as on the CPU, which forms no FMAs: memory bounds this kernel, and so both
  * backends give the same bits. */
@@ -34,9 +34,9 @@ template <typename Y> struct held_run<Y, 1> {
 };
 
 template <typename Y, typename Out, int kCount>
-static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t sum)
+static __global__ void __launch_bounds__(256, 4) row_sum_kernel(epmoei_row_sum_t sum)
 {
-    constexpr int kSlots = kCount == 1 ? 8 : kBytesInFlight / (kCount * (int)sizeof(Y));
+    constexpr int kSlots = kCount == 1 ? 4 : kBytesInFlight / (kCount * (int)sizeof(Y));
     epmoei_wait_for_predecessor();
     epmoei_allow_dependent();
     int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
