@@ -2,6 +2,7 @@
 
 #include "base/device.h"
 #include "kernels/align.h"
+#include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
 #include "kernels/silu_and_mul.h"
@@ -55,6 +56,8 @@ static void init_tables(void)
         .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm80,
         .silu_and_mul = epmoei_silu_and_mul_sm80,
         .sum = epmoei_sum_sm80,
+        .experts_few_gate_up = epmoei_experts_few_gate_up_sm80,
+        .experts_few_down = epmoei_experts_few_down_sm80,
     };
     sm90_table = sm80_table;
     sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;

@@ -1,0 +1,48 @@
+/* Programmatic dependent launch: a kernel is put on the device while the one before it in the stream still runs, and
+ * waits there for it, which hides most of the gap between two kernels; also between nodes of a captured graph.
+ *
+ * A kernel that epmoei_launch_dependent starts
+ *   - calls epmoei_wait_for_predecessor in every thread before it reads what another kernel wrote, writes what another
+ *     kernel may still read, or returns: only then is it sure that everything before it in the stream has ended;
+ *   - may call epmoei_allow_dependent at any time, after which the next such kernel may come to the device. */
+#ifndef EPMOEI_LAUNCH_CUDA_CUH
+#define EPMOEI_LAUNCH_CUDA_CUH
+
+#include "kernels/cuda_common.cuh"
+#include "kernels/ptx.cuh"
+
+__device__ __forceinline__ void epmoei_wait_for_predecessor()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    ptx_griddepcontrol_wait();
+#endif
+}
+
+__device__ __forceinline__ void epmoei_allow_dependent()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    ptx_griddepcontrol_launch_dependents();
+#endif
+}
+
+/* The machine code for 9.0 has the two instructions; what the driver makes of the PTX for anything newer has not, and
+ * is launched in plain stream order. */
+template <typename... Params, typename... Args>
+static inline cudaError_t epmoei_launch_dependent(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                                                  size_t shared_bytes, epmoe_stream_t stream, Args... args)
+{
+    const epmoei_device_info_t *device = epmoei_device_current();
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device && device->arch == 90 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+#endif
