@@ -1,6 +1,6 @@
 /* Memory bounds these kernels, so that all they do is keep enough of the weights on their way: a warp walks two rows of
  * weights at a time, 16 bytes a lane and load, kUnroll loads a row before it uses the first. Slots of the same expert
- * share what is read of it: one warp multiplies the rows with up to four vectors.
+ * share what is read of it: one warp multiplies the rows with two vectors at a time.
  *
  *   gate_up   a warp makes one column of h: its two rows are gate and up
  *   down      a block makes two columns of y for all tokens: its two rows are the columns', of every expert in turn;
