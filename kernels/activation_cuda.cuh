@@ -7,8 +7,8 @@
 #include <cuda_runtime.h>
 #include <math.h>
 
-/* Overflow of exp gives 1 / inf = 0, so that no clamp is needed. */
-__device__ __forceinline__ float epmoei_sigmoid_device(float x) { return 1.0f / (1.0f + __expf(-x)); }
+/* Within 4 ulp; overflow of exp gives 1 / inf = 0, so that no clamp is needed. */
+__device__ __forceinline__ float epmoei_sigmoid_device(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 /* gate * fraction, with the limit 0 at gate = -inf that the product itself (-inf * 0) misses. */
 __device__ __forceinline__ float epmoei_gate_device(float gate, float fraction)

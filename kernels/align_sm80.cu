@@ -4,7 +4,7 @@
  *   one tile    one launch; every block ranks the tile, and writes its own share of the outputs
  *   more tiles  count slots per expert and chunk; prefix over the chunks; rank and scatter each chunk */
 #include "kernels/align.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/launch_cuda.cuh"
 
 static const int kThreads = 1024;
 static const int kMaxWarps = kThreads / 32;
@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t peers_of(int32_t expert, int32_t id_bits)
 __device__ __forceinline__ void count_bad(const align_params_t &p, bool bad)
 {
     uint32_t bads = __ballot_sync(kAll, bad);
-    if (bads && threadIdx.x % 32 == 0 && p.error_word) atomicAdd(p.error_word, __popc(bads));
+    if (bads && threadIdx.x % 32 == 0) epmoei_count_bad(p.error_word, __popc(bads));
 }
 
 /* An expert_map entry below -1 is as bad as such an id. All threads of one block call. */
@@ -269,8 +269,9 @@ static __global__ void __launch_bounds__(kThreads) align_one_tile_kernel(align_p
 {
     extern __shared__ __align__(16) unsigned char base[];
     align_shared_t shared = align_shared(p, base);
-    int64_t num_slots = actual_slots(p);
     zero_counters(p, shared);
+    epmoei_begin_dependent();
+    int64_t num_slots = actual_slots(p);
     __syncthreads();
     ranked_t ranked = rank_tile(p, shared, 0, num_slots, blockIdx.x == 0);
     if (blockIdx.x == 0) count_bad_map(p);
@@ -287,6 +288,7 @@ static __global__ void __launch_bounds__(kThreads) align_count_kernel(align_para
     extern __shared__ __align__(16) int32_t histogram[];
     int32_t lane = threadIdx.x % 32, experts = p.args.num_experts;
     for (int32_t e = threadIdx.x; e < experts; e += kThreads) histogram[e] = 0;
+    epmoei_begin_dependent();
     if (blockIdx.x == 0) count_bad_map(p);
     __syncthreads();
     int64_t begin = blockIdx.x * p.plan.chunk_slots, end = min(begin + p.plan.chunk_slots, actual_slots(p));
@@ -307,6 +309,7 @@ static __global__ void __launch_bounds__(kThreads) align_count_kernel(align_para
 static __global__ void __launch_bounds__(128) align_prefix_kernel(align_params_t p)
 {
     int32_t lane = threadIdx.x % 32, e = (int32_t)(blockIdx.x * 4 + threadIdx.x / 32), base = 0;
+    epmoei_begin_dependent();
     if (e >= p.args.num_experts) return;
     int32_t *histogram = p.histogram + (int64_t)e * p.plan.chunks;
     for (int32_t first = 0; first < p.plan.chunks; first += 32) {
@@ -328,6 +331,7 @@ static __global__ void __launch_bounds__(kThreads) align_scatter_kernel(align_pa
     extern __shared__ __align__(16) unsigned char base[];
     align_shared_t shared = align_shared(p, base);
     int32_t experts = p.args.num_experts;
+    epmoei_begin_dependent();
     for (int32_t e = threadIdx.x; e < experts; e += kThreads) shared.counts[e] = p.totals[e];
     scan_offsets(p, shared);
     fill(p, shared);
@@ -367,6 +371,13 @@ static epmoe_status_t allow_shared(const void *kernel, size_t bytes)
     return EPMOE_OK;
 }
 
+static epmoe_status_t launch(void (*kernel)(align_params_t), int64_t blocks, int threads, size_t shared_bytes,
+                             epmoe_stream_t stream, const align_params_t &p)
+{
+    cudaError_t error = epmoei_launch_dependent(kernel, (unsigned)blocks, (unsigned)threads, shared_bytes, stream, p);
+    return epmoei_cuda_status((int32_t)error, "epmoe_align_block_size");
+}
+
 extern "C" epmoe_status_t epmoei_align_sm80(const epmoe_align_args_t *args, epmoe_stream_t stream)
 {
     const void *const arrays[] = {args->ids,        args->expert_map,      args->sorted_ids,
@@ -386,16 +397,12 @@ extern "C" epmoe_status_t epmoei_align_sm80(const epmoe_align_args_t *args, epmo
     if (!p.plan.chunks) {
         EPMOEI_CHECK(allow_shared((const void *)align_one_tile_kernel, p.plan.shared_bytes));
         int64_t blocks = epmoei_min64(kMaxFillBlocks, epmoei_max64(1, epmoei_ceil_div(p.plan.worst, kFillPerBlock)));
-        align_one_tile_kernel<<<(unsigned)blocks, kThreads, p.plan.shared_bytes, stream>>>(p);
-        return EPMOEI_LAUNCH_CHECK("epmoe_align_block_size");
+        return launch(align_one_tile_kernel, blocks, kThreads, p.plan.shared_bytes, stream, p);
     }
     p.histogram = (int32_t *)args->workspace;
     p.totals = p.histogram + (int64_t)args->num_experts * p.plan.chunks;
     EPMOEI_CHECK(allow_shared((const void *)align_scatter_kernel, p.plan.shared_bytes));
-    align_count_kernel<<<(unsigned)p.plan.chunks, kThreads, args->num_experts * sizeof(int32_t), stream>>>(p);
-    EPMOEI_CHECK(EPMOEI_LAUNCH_CHECK("epmoe_align_block_size: count"));
-    align_prefix_kernel<<<(unsigned)epmoei_ceil_div(args->num_experts, 4), 128, 0, stream>>>(p);
-    EPMOEI_CHECK(EPMOEI_LAUNCH_CHECK("epmoe_align_block_size: prefix"));
-    align_scatter_kernel<<<(unsigned)p.plan.chunks, kThreads, p.plan.shared_bytes, stream>>>(p);
-    return EPMOEI_LAUNCH_CHECK("epmoe_align_block_size: scatter");
+    EPMOEI_CHECK(launch(align_count_kernel, p.plan.chunks, kThreads, args->num_experts * sizeof(int32_t), stream, p));
+    EPMOEI_CHECK(launch(align_prefix_kernel, epmoei_ceil_div(args->num_experts, 4), 128, 0, stream, p));
+    return launch(align_scatter_kernel, p.plan.chunks, kThreads, p.plan.shared_bytes, stream, p);
 }

@@ -248,8 +248,7 @@ __device__ __forceinline__ void down_part(const few_params_t &p, down_shared_t &
     load_round(round, operands, left);
     const float bias = args.down_bias && part == 0 ? args.down_bias[row + (lane & 1)] : 0.0f;
     if (!waited) {
-        epmoei_wait_for_predecessor();
-        epmoei_allow_dependent();
+        epmoei_begin_dependent();
         waited = true;
     }
 
@@ -284,8 +283,7 @@ __device__ __forceinline__ void store_as(void *data, epmoe_dtype_t dtype, int64_
 template <typename T>
 __global__ void __launch_bounds__(kGateUpWarps * 32, kGateUpBlocks) gate_up_kernel(const few_params_t p)
 {
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    epmoei_begin_dependent();
     const epmoe_experts_args_t &args = p.args;
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t own = blockIdx.x % 32, first = (int32_t)blockIdx.x - own;
@@ -331,10 +329,7 @@ template <typename T> __global__ void __launch_bounds__(kDownThreads, kDownBlock
         }
         index -= count;
     }
-    if (!waited) {
-        epmoei_wait_for_predecessor();
-        epmoei_allow_dependent();
-    }
+    if (!waited) epmoei_begin_dependent();
 
     const int32_t token = tid / kRows, row = tid % kRows;
     const bool finishes = token < num_tokens;

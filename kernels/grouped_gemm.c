@@ -50,6 +50,8 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layout is %d: expected an epmoe_layout_t", (int)out->layout);
     EPMOEI_CHECK(check_flag("weight_on_input", out->weight_on_input));
     EPMOEI_CHECK(check_flag("batch_invariant", out->batch_invariant));
+    EPMOEI_CHECK(check_flag("x_sorted", out->x_sorted));
+    EPMOEI_CHECK(check_flag("y_sorted", out->y_sorted));
     EPMOEI_CHECK(epmoei_activation_check(out->activation, true, &out->alpha, &out->limit));
     if (epmoei_activation_is_gated(out->activation) && out->n % 2)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with a gated activation",

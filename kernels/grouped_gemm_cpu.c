@@ -35,6 +35,7 @@ typedef struct scratch_t {
     const float **x_rows; /* [rows] */
     const void **w_rows;  /* [2*tile] */
     int32_t *slots;       /* [rows] */
+    int32_t *y_rows;      /* [rows] */
 } scratch_t;
 
 static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args, scratch_t *scratch)
@@ -48,7 +49,13 @@ static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args,
     scratch->x_rows = epmoei_carve(&arena, rows * (int64_t)sizeof *scratch->x_rows);
     scratch->w_rows = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->w_rows);
     scratch->slots = epmoei_carve(&arena, rows * 4);
+    scratch->y_rows = epmoei_carve(&arena, rows * 4);
     return arena.used;
+}
+
+static int64_t count_x_rows(const epmoe_grouped_gemm_args_t *args)
+{
+    return args->x_sorted ? args->max_rows : args->num_slots / args->x_row_divisor;
 }
 
 static plan_t plan_layout(char *base, const epmoe_grouped_gemm_args_t *args)
@@ -56,7 +63,7 @@ static plan_t plan_layout(char *base, const epmoe_grouped_gemm_args_t *args)
     plan_t plan;
     scratch_t scratch;
     epmoei_arena_t arena = {base, 0};
-    int64_t x_elements = (int64_t)(args->num_slots / args->x_row_divisor) * args->k;
+    int64_t x_elements = count_x_rows(args) * args->k;
     plan.x = args->x_dtype == EPMOE_F32 ? NULL : epmoei_carve(&arena, x_elements * 4);
     plan.task_start = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 8);
     plan.fixed_bytes = arena.used;
@@ -126,7 +133,7 @@ static void finish(const epmoe_grouped_gemm_args_t *args, const scratch_t *scrat
                 value = epmoei_activate(args->activation, value, up, args->alpha, args->limit);
             } else if (args->activation == EPMOE_ACTIVATION_SIGMOID)
                 value = epmoei_sigmoid(value);
-            epmoei_store(args->y, args->y_dtype, (int64_t)slot * n_out + first + i, value * weight_out);
+            epmoei_store(args->y, args->y_dtype, (int64_t)scratch->y_rows[r] * n_out + first + i, value * weight_out);
         }
     }
 }
@@ -149,7 +156,8 @@ static void run_task(const epmoe_grouped_gemm_args_t *args, const float *x, cons
         int32_t slot = args->row_index ? args->row_index[row] : row;
         if (slot >= args->num_slots) continue;
         scratch->slots[rows] = slot;
-        scratch->x_rows[rows++] = x + (int64_t)(slot / args->x_row_divisor) * args->k;
+        scratch->y_rows[rows] = args->y_sorted ? row : slot;
+        scratch->x_rows[rows++] = x + (int64_t)(args->x_sorted ? row : slot / args->x_row_divisor) * args->k;
     }
     if (rows == 0) return;
 
@@ -225,7 +233,7 @@ epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, ep
     int threads = (int)epmoei_min64(epmoei_min64(fitting, omp_get_max_threads()), tasks);
     const epmoei_rows_table_t *table = rows_table();
     const float *x = plan.x ? plan.x : args->x;
-    int32_t x_rows = args->num_slots / args->x_row_divisor;
+    int64_t x_rows = count_x_rows(args);
 
     epmoei_blas_region_begin();
 #pragma omp parallel num_threads(threads)
@@ -234,10 +242,10 @@ epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, ep
         scratch_layout(plan.threads + plan.thread_bytes * omp_get_thread_num(), args, &scratch);
         if (plan.x) {
 #pragma omp for schedule(static)
-            for (int32_t r = 0; r < x_rows; r++)
-                epmoei_to_f32(plan.x + (int64_t)r * args->k,
-                              (const char *)args->x + (int64_t)r * args->k * epmoe_dtype_size(args->x_dtype),
-                              args->x_dtype, args->k);
+            for (int64_t r = 0; r < x_rows; r++)
+                epmoei_to_f32(plan.x + r * args->k,
+                              (const char *)args->x + r * args->k * epmoe_dtype_size(args->x_dtype), args->x_dtype,
+                              args->k);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {

@@ -21,6 +21,8 @@ struct gemm_params_t {
     int32_t n_out;
     int32_t num_slots;
     int32_t x_row_divisor;
+    int32_t x_sorted;
+    int32_t y_sorted;
     int32_t weight_on_input;
     int32_t interleaved;
     int32_t gated;
@@ -51,6 +53,8 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
     p.max_rows = args->max_rows;
     p.num_rows_dev = args->num_rows_dev;
     p.x_row_divisor = args->x_row_divisor;
+    p.x_sorted = args->x_sorted;
+    p.y_sorted = args->y_sorted;
     p.weight_on_input = args->weight_on_input;
     /* Ungated, the rows of w are the outputs, in order. */
     p.interleaved = !p.gated || args->layout != EPMOE_LAYOUT_GATE_FIRST;
@@ -215,8 +219,8 @@ __device__ __forceinline__ void gemm_store_run(const gemm_params_t &p, int64_t e
     }
 }
 
-/* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y that `slots`
- * names. Eight outputs a thread and step where rows of y allow 16-byte stores, one otherwise. */
+/* The product of a tile, fp32 [rows, block_n] in shared memory, through the epilogue to the rows of y of its `slots`.
+ * Eight outputs a thread and step where rows of y allow 16-byte stores, one otherwise. */
 template <int kThreads>
 __device__ __forceinline__ void gemm_store_tile(const gemm_params_t &p, const gemm_tile_t &tile, const float *staging,
                                                 int32_t staging_row, int32_t block_n, const int32_t *slots)
@@ -233,7 +237,7 @@ __device__ __forceinline__ void gemm_store_tile(const gemm_params_t &p, const ge
         if (slot < 0) continue;
         const float *from = staging + row * staging_row + (gated ? 2 * at : at);
         float weight = p.row_weights ? p.row_weights[slot] : 1.0f;
-        int64_t element = (int64_t)slot * p.n_out + first + at;
+        int64_t element = (int64_t)(p.y_sorted ? tile.row + row : slot) * p.n_out + first + at;
         auto output = [&](int32_t j) {
             int32_t col = gated ? tile.col + 2 * (at + j) : tile.col + at + j;
             return gemm_finish(p, bias, weight, col, from[gated ? 2 * j : j], gated ? from[2 * j + 1] : 0.0f);

@@ -15,9 +15,9 @@ static float dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t 
 }
 
 /* One row of w against one slot, up to the bias. */
-static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int32_t slot)
+static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int32_t x_row, int32_t slot)
 {
-    float value = dot(args, expert, row, slot / args->x_row_divisor);
+    float value = dot(args, expert, row, x_row);
     if (args->weight_on_input) value *= args->row_weights[slot];
     if (args->bias) value += args->bias[(int64_t)expert * args->n + row];
     return value;
@@ -33,18 +33,20 @@ epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, ep
         for (int32_t r = args->expert_offsets[e]; r < args->expert_offsets[e + 1]; r++) {
             int32_t slot = args->row_index ? args->row_index[r] : r;
             if (slot >= args->num_slots) continue;
+            int32_t x_row = args->x_sorted ? r : slot / args->x_row_divisor;
+            int64_t y_row = args->y_sorted ? r : slot;
             for (int32_t i = 0; i < n_out; i++) {
                 float value;
                 if (gated) {
-                    float gate = projection(args, e, interleaved ? 2 * i : i, slot);
-                    float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, slot);
+                    float gate = projection(args, e, interleaved ? 2 * i : i, x_row, slot);
+                    float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, x_row, slot);
                     value = epmoei_activate(args->activation, gate, up, args->alpha, args->limit);
                 } else {
-                    value = projection(args, e, i, slot);
+                    value = projection(args, e, i, x_row, slot);
                     if (args->activation == EPMOE_ACTIVATION_SIGMOID) value = epmoei_sigmoid(value);
                 }
                 if (args->row_weights && !args->weight_on_input) value *= args->row_weights[slot];
-                epmoei_store(args->y, args->y_dtype, (int64_t)slot * n_out + i, value);
+                epmoei_store(args->y, args->y_dtype, y_row * n_out + i, value);
             }
         }
     return EPMOE_OK;

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_gemm_kernel(const gemm_pa
                 if (slot < 0 || slot >= p.num_slots) slot = -1;
             }
             slots[i] = slot;
-            x_rows[i] = slot < 0 ? 0 : slot / p.x_row_divisor;
+            x_rows[i] = slot < 0 ? 0 : p.x_sorted ? tile.row + i : slot / p.x_row_divisor;
         }
         __syncthreads();
 

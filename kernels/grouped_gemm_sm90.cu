@@ -1,16 +1,23 @@
 /* Grouped GEMM on wgmma and TMA for Hopper.
  *
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
- * cut evenly into ceil(m / kMaxN) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
- * A block holds 128 rows of w and up to kMaxN tokens. One warpgroup produces: a thread starts the TMA copy of the
- * weight tile (the expert is the tensor map's third coordinate) and all of them gather rows of x by cp.async. Two
- * warpgroups consume, 64 weight rows each. Blocks are persistent and walk the tile list that they derive from
- * expert_offsets, so that the producer runs ahead into the next tile while the consumers finish this one. Each output's
- * sum runs over K in steps of 16 whatever the tile width: results do not depend on other rows. */
-#include "kernels/grouped_gemm_cuda.cuh"
+ * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
+ * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
+ *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
+ *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *   consumers      two warpgroups, 64 weight rows each
+ * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
+ * both, which saves the L2 cache a third of its reads.
+ * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
+ * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
+ * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
+ * expert_offsets. Each output's sum runs over K in steps of 16 whatever the tile width: results do not depend on other
+ * rows. */
+#include "kernels/grouped_gemm_epilogue_sm90.cuh"
 #include "kernels/grouped_gemm_tile.h"
-#include "kernels/ptx.cuh"
+#include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma.cuh"
+#include <stdlib.h>
 
 #include <cuda.h>
 
@@ -19,74 +26,98 @@ namespace
 
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kBlockK = 64;  /* 128 bytes: one row of the swizzle */
-constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kConsumerWarps = 8;
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
-constexpr int kStagingRow = 64 + 4; /* floats; the padding avoids bank conflicts */
-constexpr int kMaxChunk = 16;       /* tokens per step of the epilogue */
+constexpr int kMostStages = 8;
 
-template <int kMaxN_, int kStages_> struct pipeline {
-    static constexpr int kMaxN = kMaxN_, kStages = kStages_;
-    static constexpr int kLag = kStages / 2; /* cp.async groups of a thread under way */
-    static constexpr int kStageBytes = kWeightBytes + kMaxN * kBlockK * 2;
-    static constexpr int kStagingFloats = 2 * 2 * kMaxChunk * kStagingRow; /* two warpgroups, two buffers */
+struct pipeline_t {
+    int32_t max_n;   /* most tokens of a tile: 64, 128 or 256 */
+    int32_t stages;  /* <= kMostStages */
+    int32_t fast;    /* epilogue_is_fast */
+    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
 };
 
-struct shared_tail_t {
-    uint64_t full[8];
-    uint64_t empty[8];
-    int32_t warp_sums[kThreads / 32];
-};
-
-/* After the stages: staging, x_rows, slots and weights of each warpgroup, tail, cumulative tiles. */
-template <typename Pipeline> struct shared_layout {
-    static constexpr int kStaging = Pipeline::kStages * Pipeline::kStageBytes;
-    static constexpr int kXRows = kStaging + Pipeline::kStagingFloats * 4;
-    static constexpr int kSlots = kXRows + Pipeline::kMaxN * 4;
-    static constexpr int kWeights = kSlots + 2 * Pipeline::kMaxN * 4;
-    static constexpr int kTail = kWeights + 2 * Pipeline::kMaxN * 4;
-    static constexpr int kCumulative = kTail + (int)sizeof(shared_tail_t);
+/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
+constexpr int kXMaps = 6;
+struct x_maps_t {
+    CUtensorMap map[kXMaps];
 };
 
 /* Which tokens a tile covers, and the width of wgmma that holds them. */
 struct tile_t {
     int32_t expert;
-    int32_t row;   /* first row, in the sorted order */
-    int32_t rows;  /* 0 = nothing to do */
-    int32_t width; /* rows rounded up to a width that is compiled */
-    int32_t col;   /* first weight row */
+    int32_t row;     /* first row, in the sorted order */
+    int32_t rows;    /* 0 = nothing to do */
+    int32_t width;   /* rows rounded up to a width that is compiled */
+    int32_t cluster; /* which of the clusters over the weight rows */
 };
 
-/* Every width is a copy of the code: these are few enough to compile and close enough to waste little. */
-template <int kMaxN> __device__ __forceinline__ int32_t round_width(int32_t rows)
+/* What the scout hands to the consumers; the arrays of max_n follow. */
+struct notes_t {
+    tile_t tile; /* width 0: no more tiles */
+    int32_t padding[3];
+};
+
+struct barriers_t {
+    uint64_t full[kMostStages];
+    uint64_t empty[kMostStages];
+    uint64_t notes_full[2];
+    uint64_t notes_empty[2];
+    int32_t warp_sums[kThreads / 32];
+};
+
+/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
+struct shared_layout {
+    int32_t staging, notes, notes_bytes, barriers, cumulative;
+    __host__ __device__ explicit shared_layout(const pipeline_t &l)
+    {
+        staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
+        notes = staging + 2 * kStagingBytes;
+        notes_bytes = (int32_t)sizeof(notes_t) + 2 * l.max_n * 4;
+        barriers = notes + 2 * notes_bytes;
+        cumulative = barriers + (int32_t)sizeof(barriers_t);
+    }
+};
+
+/* Place in the ring of stages: the parity of a phase flips with every round. */
+struct ring_t {
+    int32_t stage;
+    uint32_t parity;
+    __device__ __forceinline__ void advance(int32_t stages)
+    {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ int32_t round_width(int32_t rows)
 {
-    if (kMaxN > 64) return (rows + 31) / 32 * 32;
-    return rows <= 32 ? (rows + 7) / 8 * 8 : (rows + 15) / 16 * 16;
+    return rows <= 64 ? (rows + 7) / 8 * 8 : (rows + 15) / 16 * 16;
 }
 
-/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. */
-template <int kMaxN>
+/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
+ * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
 __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t index,
-                                            int32_t col_tiles)
+                                            int32_t clusters)
 {
     int32_t lo = 0, hi = p.num_experts;
     while (hi - lo > 1) {
         int32_t mid = (lo + hi) / 2;
-        if ((int64_t)cumulative[mid] * col_tiles <= index)
+        if ((int64_t)cumulative[mid] * clusters <= index)
             lo = mid;
         else
             hi = mid;
     }
     int32_t row_tiles = cumulative[lo + 1] - cumulative[lo];
-    int32_t local = (int32_t)(index - (int64_t)cumulative[lo] * col_tiles);
+    int32_t local = (int32_t)(index - (int64_t)cumulative[lo] * clusters);
     int32_t first = gemm_expert_offset(p, lo), rows = gemm_expert_offset(p, lo + 1) - first;
-    int32_t each = ((rows + row_tiles - 1) / row_tiles + 7) / 8 * 8;
+    int32_t each = round_width((rows + row_tiles - 1) / row_tiles);
     tile_t tile;
     tile.expert = lo;
     tile.row = first + local % row_tiles * each;
     tile.rows = max(0, min(each, first + rows - tile.row));
-    tile.width = round_width<kMaxN>(tile.rows);
-    tile.col = local / row_tiles * kBlockW;
+    tile.width = round_width(tile.rows);
+    tile.cluster = local / row_tiles;
     return tile;
 }
 
@@ -102,144 +133,110 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-template <typename T, typename Pipeline>
-__device__ __forceinline__ void produce(const gemm_params_t &p, const CUtensorMap *map, char *shared,
-                                        const int32_t *cumulative, int64_t tiles, int32_t col_tiles)
-{
-    using layout = shared_layout<Pipeline>;
-    const int tid = threadIdx.x, row_in_copy = tid / 8, chunk = tid % 8;
-    shared_tail_t *tail = (shared_tail_t *)(shared + layout::kTail);
-    int32_t *x_rows = (int32_t *)(shared + layout::kXRows);
-    const uint32_t base = ptx_shared_address(shared);
-    const uint32_t full = ptx_shared_address(tail->full), empty = ptx_shared_address(tail->empty);
-    const int k_steps = (p.k + kBlockK - 1) / kBlockK;
-    uint32_t count = 0; /* stages filled so far */
-
-    for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const tile_t tile = find_tile<Pipeline::kMaxN>(p, cumulative, index, col_tiles);
-        if (tile.rows == 0) continue;
-        ptx_named_barrier<1>(kWarpgroup);
-        for (int i = tid; i < tile.width; i += kWarpgroup) {
-            int32_t slot = i < tile.rows ? p.row_index ? p.row_index[tile.row + i] : tile.row + i : -1;
-            x_rows[i] = slot < 0 || slot >= p.num_slots ? -1 : slot / p.x_row_divisor;
-        }
-        ptx_named_barrier<1>(kWarpgroup);
-
-        for (int step = 0; step < k_steps; step++, count++) {
-            const uint32_t stage = count % Pipeline::kStages;
-            const uint32_t to = base + stage * Pipeline::kStageBytes;
-            wait_barrier(empty + 8 * stage, count / Pipeline::kStages % 2 ^ 1);
-            if (tid == 0) {
-                ptx_mbarrier_arrive_expect(full + 8 * stage, kWeightBytes);
-                ptx_tma_load_3d(to, map, full + 8 * stage, step * kBlockK, tile.col, tile.expert);
-            }
-            const int32_t k = step * kBlockK + chunk * 8;
-            for (int row = row_in_copy; row < tile.width; row += kWarpgroup / 8) {
-                int32_t x_row = x_rows[row];
-                bool valid = x_row >= 0 && k < p.k;
-                const T *from = (const T *)p.x + (valid ? (int64_t)x_row * p.k + k : 0);
-                ptx_cp_async_16(to + kWeightBytes + row * 128 + ((chunk ^ (row & 7)) << 4), from, valid ? 16 : 0);
-            }
-            ptx_cp_async_commit();
-            if (count >= Pipeline::kLag) {
-                ptx_cp_async_wait<Pipeline::kLag>();
-                ptx_fence_proxy_async();
-                __syncwarp();
-                if (tid % 32 == 0) ptx_mbarrier_arrive(full + 8 * ((count - Pipeline::kLag) % Pipeline::kStages));
-            }
-        }
-    }
-    ptx_cp_async_wait<0>();
-    ptx_fence_proxy_async();
-    __syncwarp();
-    if (tid % 32 == 0)
-        for (uint32_t i = count < Pipeline::kLag ? 0 : count - Pipeline::kLag; i < count; i++)
-            ptx_mbarrier_arrive(full + 8 * (i % Pipeline::kStages));
-}
-
-/* Where consumer warpgroups keep what they share. */
-struct consumer_t {
+/* What every role needs. */
+struct block_t {
+    pipeline_t line;
     char *shared;
-    float *staging; /* two buffers [kMaxChunk][kStagingRow] */
-    int32_t *slots;
-    float *weights;
-    uint32_t base;
-    uint32_t full;
-    uint32_t empty;
-    int32_t group; /* 0 or 1 */
-    int32_t tid;   /* in the warpgroup */
+    uint32_t base; /* of the stages */
+    int32_t stage_bytes;
+    char *notes;
+    int32_t notes_bytes;
+    barriers_t *barriers;
+    const int32_t *cumulative;
+    int64_t tiles;
+    int64_t first_tile;
+    int64_t tile_step;
+    int32_t clusters; /* over the weight rows */
+    int32_t rank;     /* in the cluster */
+    int32_t k_steps;
+
+    __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
+    __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
+    __device__ __forceinline__ float *weights_of(int32_t i) const { return (float *)(rows_of(i) + line.max_n); }
 };
 
-/* Barrier numbers are immediates: one in a register would reserve all sixteen. */
-__device__ __forceinline__ void warpgroup_barrier(const consumer_t &c)
+/* One thread. */
+__device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
+                                        const x_maps_t *x_maps)
 {
-    if (c.group == 0)
-        ptx_named_barrier<2>(kWarpgroup);
-    else
-        ptx_named_barrier<3>(kWarpgroup);
-}
-
-/* The accumulators of tokens [chunk * kChunk, + kChunk) to shared memory, weight rows along the columns. */
-template <int kN, int kChunk>
-__device__ __forceinline__ void stage_chunk(const consumer_t &c, const float (&acc)[kN / 2], int chunk, float *staging)
-{
-    float *to = staging + c.tid % 4 * 2 * kStagingRow + c.tid / 32 * 16 + c.tid % 32 / 4;
-    /* Registers cannot be indexed: the chunk selects one of the copies of this code. */
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    ring_t ring = {0, 0};
+    for (int64_t index = b.first_tile; index < b.tiles; index += b.tile_step) {
+        const tile_t tile = find_tile(p, b.cumulative, index, b.clusters);
+        if (tile.rows == 0) continue;
+        const int32_t block = tile.cluster * b.line.cluster + b.rank;
+        /* This block's part of the tokens. */
+        const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+        const int32_t first = b.rank * half, part = b.rank == 0 ? half : tile.width - half;
+        const int32_t w_row = p.gated ? 0 : block * kBlockW, w_group = p.gated ? block * (kBlockW / 16) : 0;
+        for (int step = 0; step < b.k_steps; step++, ring.advance(b.line.stages)) {
+            const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
+            wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+            ptx_mbarrier_arrive_expect(done, kWeightBytes + tile.width * kBlockK * 2);
+            ptx_tma_load_5d(to, w_map, done, step * kBlockK, w_row, 0, w_group, tile.expert);
+            int32_t token = first;
 #pragma unroll
-    for (int i = 0; i < kN / kChunk; i++)
-        if (i == chunk)
-#pragma unroll
-            for (int j = 0; j < kChunk / 8; j++)
-#pragma unroll
-                for (int r = 0; r < 4; r++)
-                    to[(j * 8 + r % 2) * kStagingRow + r / 2 * 8] = acc[(i * (kChunk / 8) + j) * 4 + r];
-}
-
-/* One chunk from shared memory to y: neighbouring threads take neighbouring columns of a token, kCols each. */
-template <int kChunk>
-__device__ __forceinline__ void store_chunk(const gemm_params_t &p, const tile_t &tile, const consumer_t &c, int chunk,
-                                            const float *staging)
-{
-    constexpr int kCols = 64 * kChunk / kWarpgroup, kThreadsPerToken = 64 / kCols;
-    const int token = chunk * kChunk + c.tid / kThreadsPerToken, local = c.tid % kThreadsPerToken * kCols;
-    const int32_t slot = token < tile.rows ? c.slots[token] : -1;
-    const int32_t col = tile.col + c.group * 64 + local;
-    if (slot < 0 || col >= p.n) return;
-    const float weight = c.weights[token];
-    const float *from = staging + c.tid / kThreadsPerToken * kStagingRow + local;
-    const float *bias = p.bias ? p.bias + (int64_t)tile.expert * p.n : nullptr;
-    if (p.gated)
-        gemm_store_run<kCols / 2>(p, (int64_t)slot * p.n_out + col / 2, min(kCols, p.n - col) / 2, [&](int i) {
-            return gemm_finish(p, bias, weight, col + 2 * i, from[2 * i], from[2 * i + 1]);
-        });
-    else
-        gemm_store_run<kCols>(p, (int64_t)slot * p.n_out + col, min(kCols, p.n - col),
-                              [&](int i) { return gemm_finish(p, bias, weight, col + i, from[i], 0.0f); });
-}
-
-template <typename T, typename Pipeline, int kN>
-__device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_t &tile, const consumer_t &c,
-                                             uint32_t &count)
-{
-    const int k_steps = (p.k + kBlockK - 1) / kBlockK;
-    /* Read ahead of the product, so that the epilogue does not wait for it. */
-    int32_t slots[(kN + kWarpgroup - 1) / kWarpgroup];
-#pragma unroll
-    for (int i = 0; i < (kN + kWarpgroup - 1) / kWarpgroup; i++) {
-        int32_t token = c.tid + i * kWarpgroup;
-        slots[i] = token < tile.rows ? p.row_index ? p.row_index[tile.row + token] : tile.row + token : -1;
+            for (int i = kXMaps - 1; i >= 0; i--) {
+                if (!(part & 8 << i)) continue;
+                const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
+                if (b.line.cluster == 1)
+                    ptx_tma_load_2d(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token);
+                else
+                    ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token, 3);
+                token += 8 << i;
+            }
+        }
     }
+}
 
-    /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
-     * other width's code too. */
-    float acc[kN / 2];
-#pragma unroll
-    for (int i = 0; i < kN / 2; i++) acc[i] = 0.0f;
-    for (int step = 0; step < k_steps; step++, count++) {
-        const uint32_t stage = count % Pipeline::kStages;
-        const uint32_t from = c.base + stage * Pipeline::kStageBytes;
-        wait_barrier(c.full + 8 * stage, count / Pipeline::kStages % 2);
-        const uint64_t w = wgmma_descriptor(from + c.group * (kWeightBytes / 2));
+/* One warp. */
+__device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t full = ptx_shared_address(b.barriers->notes_full),
+                   empty = ptx_shared_address(b.barriers->notes_empty);
+    ring_t ring = {0, 0};
+    for (int64_t index = b.first_tile;; index += b.tile_step) {
+        tile_t tile = {};
+        if (index < b.tiles) {
+            tile = find_tile(p, b.cumulative, index, b.clusters);
+            if (tile.rows == 0) continue;
+        }
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        for (int i = lane; i < tile.width; i += 32) {
+            int32_t row = tile.row + i, slot = -1;
+            if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
+            if (slot >= p.num_slots) slot = -1;
+            b.rows_of(ring.stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
+            b.weights_of(ring.stage)[i] = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+        }
+        if (lane == 0) b.notes_of(ring.stage)->tile = tile;
+        __syncwarp();
+        if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
+        if (tile.width == 0) return;
+        ring.advance(2);
+    }
+}
+
+/* This warp has read the stage: to the barriers of every block whose copies will overwrite it. */
+__device__ __forceinline__ void release(const block_t &b, uint32_t empty)
+{
+    if (b.line.cluster == 1) {
+        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(empty);
+    } else if (threadIdx.x % 32 < 2)
+        ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
+}
+
+/* acc += w x^T over all of K, for tiles of kN tokens. */
+template <typename T, int kN>
+__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[128])
+{
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    uint32_t previous = 0;
+    for (int step = 0; step < b.k_steps; step++) {
+        const uint32_t from = b.base + ring.stage * b.stage_bytes;
+        wait_barrier(full + 8 * ring.stage, ring.parity);
+        const uint64_t w = wgmma_descriptor(from + group * (kWeightBytes / 2));
         const uint64_t x = wgmma_descriptor(from + kWeightBytes);
         ptx_wgmma_fence();
 #pragma unroll
@@ -248,111 +245,131 @@ __device__ __forceinline__ void consume_tile(const gemm_params_t &p, const tile_
         ptx_wgmma_commit();
         if (step > 0) {
             ptx_wgmma_wait<1>();
-            if (c.tid == 0) ptx_mbarrier_arrive(c.empty + 8 * ((count - 1) % Pipeline::kStages));
+            release(b, previous);
         }
+        previous = empty + 8 * ring.stage;
+        ring.advance(b.line.stages);
     }
     ptx_wgmma_wait<0>();
-    if (c.tid == 0) ptx_mbarrier_arrive(c.empty + 8 * ((count - 1) % Pipeline::kStages));
+    release(b, previous);
+}
 
-    warpgroup_barrier(c); /* the previous tile's slots and staging are read */
+template <typename T> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
+{
+    const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
+    const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
+    epilogue_t e;
+    e.group = threadIdx.x / kWarpgroup - 1;
+    e.tid = threadIdx.x % kWarpgroup;
+    e.staging = b.shared + shared_layout(b.line).staging + e.group * kStagingBytes;
+    ring_t ring = {0, 0}, notes = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(notes_full + 8 * notes.stage, notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        e.rows = b.rows_of(notes.stage);
+        e.weights = b.weights_of(notes.stage);
+        e.num_rows = tile.rows;
+        e.expert = tile.expert;
+        e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
+        load_bias(p, e);
+
+        /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
+         * other width's code too. */
+        float acc[128];
 #pragma unroll
-    for (int i = 0; i < (kN + kWarpgroup - 1) / kWarpgroup; i++) {
-        int32_t token = c.tid + i * kWarpgroup, slot = slots[i] < p.num_slots ? slots[i] : -1;
-        if (token >= kN) continue;
-        c.slots[token] = slot;
-        c.weights[token] = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
-    }
-    warpgroup_barrier(c);
-    constexpr int kChunk = kN % 16 == 0 ? 16 : 8;
-#pragma unroll 1
-    for (int chunk = 0; chunk * kChunk < tile.rows; chunk++) {
-        float *staging = c.staging + chunk % 2 * kMaxChunk * kStagingRow;
-        stage_chunk<kN, kChunk>(c, acc, chunk, staging);
-        warpgroup_barrier(c);
-        store_chunk<kChunk>(p, tile, c, chunk, staging);
-    }
-}
-
-template <typename T, typename Pipeline>
-__device__ __forceinline__ void consume(const gemm_params_t &p, char *shared, const int32_t *cumulative, int64_t tiles,
-                                        int32_t col_tiles)
-{
-    using layout = shared_layout<Pipeline>;
-    shared_tail_t *tail = (shared_tail_t *)(shared + layout::kTail);
-    consumer_t c;
-    c.group = threadIdx.x / kWarpgroup - 1;
-    c.tid = threadIdx.x % kWarpgroup;
-    c.shared = shared;
-    c.staging = (float *)(shared + layout::kStaging) + c.group * 2 * kMaxChunk * kStagingRow;
-    c.slots = (int32_t *)(shared + layout::kSlots) + c.group * Pipeline::kMaxN;
-    c.weights = (float *)(shared + layout::kWeights) + c.group * Pipeline::kMaxN;
-    c.base = ptx_shared_address(shared);
-    c.full = ptx_shared_address(tail->full);
-    c.empty = ptx_shared_address(tail->empty);
-    uint32_t count = 0;
-    for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const tile_t tile = find_tile<Pipeline::kMaxN>(p, cumulative, index, col_tiles);
+        for (int i = 0; i < 128; i++) acc[i] = 0.0f;
+        switch (tile.width) {
 #define WIDTH(n)                                                                                                       \
-    case n: consume_tile<T, Pipeline, n>(p, tile, c, count); break
-        if constexpr (Pipeline::kMaxN == 64) switch (tile.width) {
-                WIDTH(8);
-                WIDTH(16);
-                WIDTH(24);
-                WIDTH(32);
-                WIDTH(48);
-                WIDTH(64);
-            }
-        else
-            switch (tile.width) {
-                WIDTH(32);
-                WIDTH(64);
-                WIDTH(96);
-                WIDTH(128);
-                WIDTH(160);
-                WIDTH(192);
-                WIDTH(224);
-                WIDTH(256);
-            }
+    case n: multiply<T, n>(b, e.group, ring, acc); break
+            WIDTH(8);
+            WIDTH(16);
+            WIDTH(24);
+            WIDTH(32);
+            WIDTH(40);
+            WIDTH(48);
+            WIDTH(56);
+            WIDTH(64);
+            WIDTH(80);
+            WIDTH(96);
+            WIDTH(112);
+            WIDTH(128);
+            WIDTH(144);
+            WIDTH(160);
+            WIDTH(176);
+            WIDTH(192);
+            WIDTH(208);
+            WIDTH(224);
+            WIDTH(240);
+            WIDTH(256);
 #undef WIDTH
+        }
+        store_tile<T>(p, b.line.fast, e, acc);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
 }
 
-template <typename T, typename Pipeline>
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_kernel(const gemm_params_t p, const __grid_constant__ CUtensorMap map)
+    grouped_gemm_kernel(const gemm_params_t p, const pipeline_t line, const __grid_constant__ CUtensorMap w_map,
+                        const __grid_constant__ x_maps_t x_maps)
 {
-    using layout = shared_layout<Pipeline>;
     extern __shared__ __align__(1024) char shared[];
-    shared_tail_t *tail = (shared_tail_t *)(shared + layout::kTail);
-    int32_t *cumulative = (int32_t *)(shared + layout::kCumulative);
+    const shared_layout layout(line);
+    block_t b;
+    b.line = line;
+    b.shared = shared;
+    b.base = ptx_shared_address(shared);
+    b.stage_bytes = kWeightBytes + line.max_n * kBlockK * 2;
+    b.notes = shared + layout.notes;
+    b.notes_bytes = layout.notes_bytes;
+    b.barriers = (barriers_t *)(shared + layout.barriers);
     if (threadIdx.x == 0) {
-        ptx_tma_prefetch_map(&map);
-        for (int i = 0; i < Pipeline::kStages; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&tail->full[i]), 1 + kWarpgroup / 32);
-            ptx_mbarrier_init(ptx_shared_address(&tail->empty[i]), 2);
+        ptx_tma_prefetch_map(&w_map);
+        for (int i = 0; i < line.stages; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
+        }
+        for (int i = 0; i < 2; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
         }
         ptx_fence_barrier_init();
     }
-    const int32_t col_tiles = (p.n + kBlockW - 1) / kBlockW;
-    const int64_t tiles =
-        (int64_t)gemm_count_tiles<kThreads>(p, Pipeline::kMaxN, cumulative, tail->warp_sums) * col_tiles;
+    epmoei_wait_for_predecessor();
+    epmoei_allow_dependent();
+    int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
+    b.cumulative = cumulative;
+    b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
+    b.clusters = (p.n + kBlockW * line.cluster - 1) / (kBlockW * line.cluster);
+    b.first_tile = blockIdx.x / line.cluster;
+    b.tile_step = gridDim.x / line.cluster;
+    b.k_steps = (p.k + kBlockK - 1) / kBlockK;
+    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
     __syncthreads();
+    if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<40>();
-        produce<T, Pipeline>(p, &map, shared, cumulative, tiles, col_tiles);
+        if (threadIdx.x == 0)
+            produce(p, b, &w_map, &x_maps);
+        else if (threadIdx.x / 32 == 1)
+            scout(p, b);
     } else {
         ptx_setmaxnreg_inc<232>();
-        consume<T, Pipeline>(p, shared, cumulative, tiles, col_tiles);
+        consume<T>(p, b);
     }
+    if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
 }
 
 typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                               const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* Weights [E,N,K] with a box of 128 rows by 64 columns; rows and columns past the end read as zeros. */
-epmoe_status_t encode_map(const epmoe_grouped_gemm_args_t *args, CUtensorMap *map)
+/* What lies past the end of a dimension reads as zeros. dims and box in elements, strides in bytes. */
+epmoe_status_t encode_map(CUtensorMap *map, epmoe_dtype_t dtype, const void *data, cuuint32_t rank,
+                          const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box)
 {
     static encode_fn encode; /* the same pointer whichever thread finds it */
     if (!encode) {
@@ -364,50 +381,115 @@ epmoe_status_t encode_map(const epmoe_grouped_gemm_args_t *args, CUtensorMap *ma
             return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
         encode = (encode_fn)function;
     }
-    const cuuint64_t dims[3] = {(cuuint64_t)args->k, (cuuint64_t)args->n, (cuuint64_t)args->num_experts};
-    const cuuint64_t strides[2] = {(cuuint64_t)args->k * 2, (cuuint64_t)args->n * (cuuint64_t)args->k * 2};
-    const cuuint32_t box[3] = {kBlockK, kBlockW, 1}, steps[3] = {1, 1, 1};
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUresult result =
-        encode(map, args->x_dtype == EPMOE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-               (void *)(uintptr_t)args->weight.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        encode(map, dtype == EPMOE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
+               (void *)(uintptr_t)data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for weights [%d,%d,%d]",
-                           (int)result, args->num_experts, args->n, args->k);
+        return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %lld", (int)result,
+                           (long long)dims[0]);
     return EPMOE_OK;
 }
 
-template <typename T, typename Pipeline>
-epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+/* Weights [E,N,K] as columns, rows of a group of 8, gate and up, groups, experts; plain: columns, rows, 1, 1, experts.
+ * A box is 64 columns of 128 rows. */
+epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p, CUtensorMap *map)
 {
-    const epmoei_device_info_t *device = epmoei_device_current();
-    const int bytes = shared_layout<Pipeline>::kCumulative + (args->num_experts + 1) * 4;
-    CUtensorMap map;
-    EPMOEI_CHECK(encode_map(args, &map));
-    EPMOEI_CUDA(
-        cudaFuncSetAttribute(grouped_gemm_kernel<T, Pipeline>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    int64_t tiles = gemm_max_row_tiles(args, Pipeline::kMaxN) * epmoei_ceil_div(args->n, kBlockW);
-    int64_t blocks = epmoei_min64(tiles, device->num_sms);
-    grouped_gemm_kernel<T, Pipeline><<<(unsigned)blocks, kThreads, bytes, stream>>>(gemm_params(args), map);
-    return EPMOEI_LAUNCH_CHECK("grouped_gemm_sm90");
+    const cuuint64_t row = (cuuint64_t)args->k * 2, n = (cuuint64_t)args->n, f = n / 2;
+    cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
+    cuuint64_t strides[4] = {row, n * row, n * row, n * row};
+    cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
+    if (p->gated) {
+        dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
+        strides[0] = p->interleaved ? 2 * row : row;
+        strides[1] = p->interleaved ? row : f * row;
+        strides[2] = p->interleaved ? 16 * row : 8 * row;
+        box[1] = 8, box[2] = 2, box[3] = kBlockW / 16;
+    }
+    return encode_map(map, args->x_dtype, args->weight.data, 5, dims, strides, box);
 }
 
-using narrow = pipeline<64, 8>;
-using wide = pipeline<256, 4>;
-
-template <typename T> epmoe_status_t launch_width(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t rows, x_maps_t *maps)
 {
-    return epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows) == 64 ? launch<T, narrow>(args, stream)
-                                                                                   : launch<T, wide>(args, stream);
+    const cuuint64_t dims[2] = {(cuuint64_t)args->k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)args->k * 2};
+    for (int i = 0; i < kXMaps; i++) {
+        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
+        EPMOEI_CHECK(encode_map(&maps->map[i], args->x_dtype, x, 2, dims, strides, box));
+    }
+    return EPMOE_OK;
+}
+
+/* As many stages as fit; 0 when too few for the product to overlap with the copies. */
+int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeline_t *line, int32_t *bytes)
+{
+    const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
+    line->max_n = max_n;
+    line->cluster = max_n == 64 ? 1 : 2;
+    if (getenv("EPX_CLUSTER")) line->cluster = atoi(getenv("EPX_CLUSTER"));
+    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
+        *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
+        if (*bytes <= limit) return line->stages;
+    }
+    return 0;
+}
+
+bool needs_gather(const epmoe_grouped_gemm_args_t *args)
+{
+    return !args->x_sorted && (args->row_index || args->x_row_divisor > 1);
+}
+
+template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    const gemm_params_t p = gemm_params(args);
+    const void *x = args->x;
+    int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
+    if (needs_gather(args)) {
+        EPMOEI_CHECK(epmoei_sort_rows_sm80(args, args->workspace, stream));
+        x = args->workspace;
+        x_rows = args->max_rows;
+    }
+    pipeline_t line;
+    int32_t bytes = 0;
+    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
+    while (!choose_pipeline(args, max_n, &line, &bytes)) max_n /= 2;
+    line.fast = epilogue_is_fast(args, args->x_dtype);
+
+    CUtensorMap w_map;
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
+    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
+    EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
+    int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_kernel<T>, line.cluster,
+                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
+                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
+                              "grouped_gemm_sm90");
+}
+
+/* Groups of 8 gate and 8 up rows must be whole; others are the sm80 kernel's. */
+bool is_supported(const epmoe_grouped_gemm_args_t *args)
+{
+    return args->activation >= EPMOE_ACTIVATION_NONE || args->n % 16 == 0;
 }
 
 } // namespace
 
+extern "C" int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_args_t *args)
+{
+    if (!is_supported(args) || args->x_sorted) return 0; /* a query need not say yet whether there is a row index */
+    return (int64_t)args->max_rows * args->k * 2;
+}
+
 extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
     EPMOEI_CHECK(epmoei_grouped_gemm_check_cuda(args));
-    /* One box of the tensor map must hold gate and up side by side: other layouts are the sm80 kernel's. */
-    if (args->activation < EPMOE_ACTIVATION_NONE && args->layout == EPMOE_LAYOUT_GATE_FIRST)
-        return epmoei_grouped_gemm_sm80(args, stream);
-    return args->x_dtype == EPMOE_BF16 ? launch_width<__nv_bfloat16>(args, stream) : launch_width<__half>(args, stream);
+    if (!is_supported(args)) return epmoei_grouped_gemm_sm80(args, stream);
+    int64_t bytes = needs_gather(args) ? epmoei_grouped_gemm_workspace_sm90(args) : 0;
+    if (bytes && (!args->workspace || args->workspace_bytes < bytes))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
+                           args->workspace, (long long)args->workspace_bytes, (long long)bytes);
+    EPMOEI_CHECK_ALIGNED(args->workspace, 16);
+    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, stream) : launch<__half>(args, stream);
 }

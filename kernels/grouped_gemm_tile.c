@@ -11,7 +11,8 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows)
 
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)
 {
-    /* Beyond kMostForWide experts the tile list does not fit beside the wide pipeline's stages. */
-    enum { kMostForWide = 3072 };
-    return epmoei_ceil_div(max_rows, num_experts) <= 64 || num_experts > kMostForWide ? 64 : 256;
+    int64_t mean = epmoei_ceil_div(max_rows, num_experts);
+    if (mean <= 36) return 64;
+    if (mean <= 88) return 128;
+    return 256;
 }

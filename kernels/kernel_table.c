@@ -5,6 +5,7 @@
 #include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
+#include "kernels/route.h"
 #include "kernels/silu_and_mul.h"
 #include "kernels/sum.h"
 #include "kernels/topk.h"
@@ -58,9 +59,11 @@ static void init_tables(void)
         .sum = epmoei_sum_sm80,
         .experts_few_gate_up = epmoei_experts_few_gate_up_sm80,
         .experts_few_down = epmoei_experts_few_down_sm80,
+        .route = epmoei_route_sm80,
     };
     sm90_table = sm80_table;
     sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;
+    sm90_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,

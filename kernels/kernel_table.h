@@ -12,6 +12,7 @@ extern "C" {
 
 /* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
  * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
+struct epmoei_route_args_t;
 typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);
@@ -25,6 +26,7 @@ typedef struct epmoei_kernel_table_t {
     /* CUDA alone, for what epmoei_experts_few_can accepts; `down` right after `gate_up`. */
     epmoe_status_t (*experts_few_gate_up)(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
     epmoe_status_t (*experts_few_down)(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);
+    epmoe_status_t (*route)(const struct epmoei_route_args_t *args, epmoe_stream_t stream); /* CUDA alone */
 } epmoei_kernel_table_t;
 
 /* `backend` as the caller gave it; NOT_SUPPORTED (with the reason) when it cannot run here. */

@@ -25,24 +25,43 @@ __device__ __forceinline__ void epmoei_allow_dependent()
 #endif
 }
 
+/* How most kernels begin. */
+__device__ __forceinline__ void epmoei_begin_dependent()
+{
+    epmoei_wait_for_predecessor();
+    epmoei_allow_dependent();
+}
+
 /* The machine code for 9.0 has the two instructions; what the driver makes of the PTX for anything newer has not, and
  * is launched in plain stream order. */
 template <typename... Params, typename... Args>
-static inline cudaError_t epmoei_launch_dependent(void (*kernel)(Params...), dim3 blocks, dim3 threads,
-                                                  size_t shared_bytes, epmoe_stream_t stream, Args... args)
+static inline cudaError_t epmoei_launch_clusters(void (*kernel)(Params...), int32_t blocks_per_cluster, dim3 blocks,
+                                                 dim3 threads, size_t shared_bytes, epmoe_stream_t stream, Args... args)
 {
     const epmoei_device_info_t *device = epmoei_device_current();
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device && device->arch == 90 ? 1 : 0;
+    config.attrs = attributes;
+    if (device && device->arch == 90) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (blocks_per_cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs++].val.clusterDim = {(unsigned)blocks_per_cluster, 1, 1};
+    }
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+template <typename... Params, typename... Args>
+static inline cudaError_t epmoei_launch_dependent(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                                                  size_t shared_bytes, epmoe_stream_t stream, Args... args)
+{
+    return epmoei_launch_clusters(kernel, 1, blocks, threads, shared_bytes, stream, args...);
 }
 
 #endif

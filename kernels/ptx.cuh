@@ -127,15 +127,64 @@ __device__ __forceinline__ bool ptx_mbarrier_try_wait(uint32_t barrier, uint32_t
 /* Ordinary writes to shared memory by this thread before, the tensor cores' and copy engine's accesses after. */
 __device__ __forceinline__ void ptx_fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* A box of a 3-D tensor into shared memory; its bytes count on `barrier`. */
-__device__ __forceinline__ void ptx_tma_load_3d(uint32_t shared, const void *map, uint32_t barrier, int32_t c0,
-                                                int32_t c1, int32_t c2)
+/* A box of a tensor into shared memory; its bytes count on `barrier`. */
+__device__ __forceinline__ void ptx_tma_load_2d(uint32_t shared, const void *map, uint32_t barrier, int32_t c0,
+                                                int32_t c1)
 {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(shared),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+                 "[%2];" ::"r"(shared),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ptx_tma_load_5d(uint32_t shared, const void *map, uint32_t barrier, int32_t c0,
+                                                int32_t c1, int32_t c2, int32_t c3, int32_t c4)
+{
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+                 "%6, %7}], [%2];" ::"r"(shared),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
+/* The same into the same place of every block of the cluster whose bit is set in `blocks`, and onto its barrier. */
+__device__ __forceinline__ void ptx_tma_load_2d_multicast(uint32_t shared, const void *map, uint32_t barrier,
+                                                          int32_t c0, int32_t c1, uint16_t blocks)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(blocks)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t ptx_cluster_block_rank()
+{
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* All threads of the cluster that have not ended. */
+__device__ __forceinline__ void ptx_cluster_sync()
+{
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+/* Arrives at the barrier in the same place of block `block` of the cluster. */
+__device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_t block)
+{
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+                 "r"(block)
+                 : "memory");
+}
+
+/* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
+ * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
+__device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)

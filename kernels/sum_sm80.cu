@@ -1,10 +1,12 @@
+#include "kernels/launch_cuda.cuh"
 #include "kernels/row_sum_cuda.h"
 #include "kernels/rows_cuda.cuh"
 #include "kernels/sum.h"
 
-/* Elements of one thread where everything is aligned, and slots whose rows it loads before it adds the first. */
+/* Elements of one thread where everything is aligned, and bytes of slots' rows that it loads before it adds the first.
+ */
 static const int kRun = 8;
-static const int kSlotsInFlight = 4;
+static const int kBytesInFlight = 128;
 
 /* acc += weight * value, rounded twice as on the CPU, which forms no FMAs: memory bounds this kernel, and so both
  * backends give the same bits. */
@@ -19,35 +21,66 @@ __device__ __forceinline__ void add_run(float (&acc)[kCount], const float (&valu
 __device__ __forceinline__ int64_t slot_row(const epmoei_row_sum_t &sum, int64_t slot, int32_t selected, bool counts)
 {
     if (selected >= 0 && selected < sum.bound) return sum.gather ? selected : slot;
-    if (selected != -1 && counts && sum.error_word) atomicAdd(sum.error_word, 1);
+    if (selected != -1 && counts) epmoei_count_bad(sum.error_word, 1);
     return -1;
 }
+
+/* What a thread holds of a row until its turn to be added: as stored, to need few registers. */
+template <typename Y, int kCount> struct held_run {
+    epmoei_vec16<Y> part[kCount * (int)sizeof(Y) / 16];
+};
+template <typename Y> struct held_run<Y, 1> {
+    Y part[1];
+};
 
 template <typename Y, typename Out, int kCount>
 static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t sum)
 {
+    constexpr int kSlots = kCount == 1 ? 8 : kBytesInFlight / (kCount * (int)sizeof(Y));
+    epmoei_wait_for_predecessor();
+    epmoei_allow_dependent();
     int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
     if (col >= sum.hidden) return;
     int32_t num_tokens = epmoei_device_tokens(sum.num_tokens_dev, sum.num_tokens);
+    /* The first slots' choices of the next token are read ahead, since its rows wait for them. */
+    int32_t next[kSlots];
+    auto read_selected = [&](int32_t(&selected)[kSlots], int64_t token, int32_t first) {
+#pragma unroll
+        for (int i = 0; i < kSlots; i++)
+            selected[i] = token >= num_tokens || first + i >= sum.top_k ? -1
+                          : sum.select                                  ? sum.select[token * sum.top_k + first + i]
+                                                                        : 0;
+    };
+    read_selected(next, blockIdx.y, 0);
     for (int64_t token = blockIdx.y; token < num_tokens; token += gridDim.y) {
         float acc[kCount] = {};
-        for (int32_t first = 0; first < sum.top_k; first += kSlotsInFlight) {
-            float values[kSlotsInFlight][kCount], weights[kSlotsInFlight];
-            int32_t selected[kSlotsInFlight];
-            int64_t rows[kSlotsInFlight], slot = token * sum.top_k + first;
+        for (int32_t first = 0; first < sum.top_k; first += kSlots) {
+            held_run<Y, kCount> held[kSlots];
+            int32_t selected[kSlots];
+            float weights[kSlots];
+            bool used[kSlots];
+            const int64_t slot = token * sum.top_k + first;
+            if (first == 0)
 #pragma unroll
-            for (int i = 0; i < kSlotsInFlight; i++)
-                selected[i] = first + i >= sum.top_k ? -1 : sum.select ? sum.select[slot + i] : 0;
+                for (int i = 0; i < kSlots; i++) selected[i] = next[i];
+            else
+                read_selected(selected, token, first);
 #pragma unroll
-            for (int i = 0; i < kSlotsInFlight; i++) {
-                rows[i] = slot_row(sum, slot + i, selected[i], col == 0);
-                if (rows[i] < 0) continue;
+            for (int i = 0; i < kSlots; i++) {
+                const int64_t row = slot_row(sum, slot + i, selected[i], col == 0);
+                used[i] = row >= 0;
+                if (!used[i]) continue;
                 weights[i] = sum.weights ? sum.weights[slot + i] : 1.0f;
-                epmoei_load_run(values[i], (const Y *)sum.y + rows[i] * sum.hidden + col);
+                held[i] = *(const held_run<Y, kCount> *)((const Y *)sum.y + row * sum.hidden + col);
             }
+            if (first == 0) read_selected(next, token + gridDim.y, 0);
 #pragma unroll
-            for (int i = 0; i < kSlotsInFlight; i++)
-                if (rows[i] >= 0) add_run(acc, values[i], weights[i]);
+            for (int i = 0; i < kSlots; i++) {
+                if (!used[i]) continue;
+                float values[kCount];
+                epmoei_load_run(values, (const Y *)&held[i]);
+                add_run(acc, values, weights[i]);
+            }
         }
         int64_t at = token * sum.hidden + col;
         float more[kCount];
@@ -68,11 +101,9 @@ static epmoe_status_t launch(const epmoei_row_sum_t *sum, const char *op, epmoe_
 {
     bool aligned = sum->hidden % kRun == 0;
     epmoei_row_grid_t grid = epmoei_row_grid(sum->num_tokens, aligned ? sum->hidden / kRun : sum->hidden);
-    if (aligned)
-        row_sum_kernel<Y, Out, kRun><<<grid.blocks, grid.threads, 0, stream>>>(*sum);
-    else
-        row_sum_kernel<Y, Out, 1><<<grid.blocks, grid.threads, 0, stream>>>(*sum);
-    return EPMOEI_LAUNCH_CHECK(op);
+    void (*kernel)(epmoei_row_sum_t) = row_sum_kernel<Y, Out, 1>;
+    if (aligned) kernel = row_sum_kernel<Y, Out, kRun>;
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, 0, stream, *sum), op);
 }
 
 template <typename Y>

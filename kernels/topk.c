@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-epmoe_status_t epmoei_topk_check(const epmoe_topk_args_t *args, epmoe_topk_args_t *out)
+epmoe_status_t epmoei_topk_check_sizes(const epmoe_topk_args_t *args, epmoe_topk_args_t *out)
 {
     EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "epmoe_topk_args_t"));
     if (out->logits_dtype == EPMOE_DTYPE_NONE) out->logits_dtype = EPMOE_F32;
@@ -34,6 +34,12 @@ epmoe_status_t epmoei_topk_check(const epmoe_topk_args_t *args, epmoe_topk_args_
     if (out->top_k > candidates)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "top_k is %d: the %d kept groups have only %d experts",
                            out->top_k, out->topk_group, candidates);
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_topk_check(const epmoe_topk_args_t *args, epmoe_topk_args_t *out)
+{
+    EPMOEI_CHECK(epmoei_topk_check_sizes(args, out));
     if (out->num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("logits", out->logits));
     EPMOEI_CHECK(epmoei_check_pointer("ids", out->ids));

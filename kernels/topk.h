@@ -28,6 +28,8 @@ extern "C" {
 
 /* Checks and normalises: after it every default of `out` is filled in. */
 epmoe_status_t epmoei_topk_check(const epmoe_topk_args_t *args, epmoe_topk_args_t *out);
+/* The same without a look at the pointers. */
+epmoe_status_t epmoei_topk_check_sizes(const epmoe_topk_args_t *args, epmoe_topk_args_t *out);
 
 /* The least work: the logits once, ids and weights once. */
 epmoei_floor_t epmoei_topk_floor(const epmoe_topk_args_t *args);

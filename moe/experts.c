@@ -92,6 +92,7 @@ static epmoe_grouped_gemm_args_t gemm1_args(const epmoe_experts_args_t *args, co
     if (!args->weight_on_input) gemm.row_weights = NULL;
     gemm.y_dtype = args->dtype;
     gemm.y = plan->h;
+    gemm.y_sorted = 1;
     return gemm;
 }
 
@@ -103,6 +104,7 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     gemm.k = args->intermediate;
     gemm.x_dtype = args->dtype;
     gemm.x = plan->h;
+    gemm.x_sorted = 1;
     gemm.weight = args->down;
     gemm.bias = args->down_bias;
     gemm.activation = EPMOE_ACTIVATION_NONE;
@@ -216,13 +218,13 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, epmoe_stream_t stream,
-                                 epmoei_stages_t *stages)
+static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned,
+                                 epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
         epmoe_align_args_t align = align_args(args, plan, first, tokens);
-        EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
+        if (!aligned) EPMOEI_CHECK(epmoe_align_block_size(&align, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
@@ -265,16 +267,27 @@ static epmoe_status_t run_few(const epmoe_experts_args_t *args, const plan_t *pl
     return epmoei_stages_end(stages, EPMOE_STAGE_COMBINE);
 }
 
-static epmoe_status_t run(const epmoe_experts_args_t *args, const plan_t *plan, epmoe_stream_t stream,
+static epmoe_status_t run(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned, epmoe_stream_t stream,
                           epmoei_stages_t *stages)
 {
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
-    return kernels->experts_few_gate_up && epmoei_experts_few_takes(args) ? run_few(args, plan, kernels, stream, stages)
-                                                                          : run_chunks(args, plan, stream, stages);
+    return kernels->experts_few_gate_up && epmoei_experts_few_takes(args)
+               ? run_few(args, plan, kernels, stream, stages)
+               : run_chunks(args, plan, aligned, stream, stages);
 }
 
-epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream_t stream, epmoei_stages_t *stages)
+epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order)
+{
+    plan_t plan;
+    EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
+    EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
+    *order = (epmoei_experts_order_t){plan.sorted_ids, plan.num_post_padded, plan.expert_offsets};
+    return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned, epmoe_stream_t stream,
+                                  epmoei_stages_t *stages)
 {
     if (args->num_tokens == 0) return EPMOE_OK;
     plan_t plan;
@@ -284,7 +297,7 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, epmoe_stream
     plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
     /* What this call finds is for the next one, and must not end this one half way, whenever the device gets there. */
     epmoei_error_word_hold(1);
-    epmoe_status_t status = run(args, &plan, stream, stages);
+    epmoe_status_t status = run(args, &plan, aligned, stream, stages);
     epmoei_error_word_hold(-1);
     return status;
 }
@@ -310,5 +323,5 @@ epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t st
     EPMOEI_CHECK(check_pointers(&checked));
     EPMOEI_CHECK(check_host_values(&checked));
     EPMOEI_CHECK(check_workspace(&checked, plan.bytes));
-    return epmoei_experts_run(&checked, stream, NULL);
+    return epmoei_experts_run(&checked, false, stream, NULL);
 }

@@ -38,8 +38,10 @@ typedef struct epmoei_layer_workspace_t {
     float *shared_gate; /* [max_tokens]: sigmoids */
     void *experts_workspace;
     int64_t experts_bytes;
-    void *gemm_workspace; /* of the router's and the shared expert's products */
+    void *gemm_workspace; /* of the shared expert's products, on the CPU also the router's */
     int64_t gemm_bytes;
+    void *route_workspace; /* CUDA: of the router's product */
+    int64_t route_bytes;
     int64_t bytes;
 } epmoei_layer_workspace_t;
 

@@ -3,6 +3,8 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
+#include "kernels/experts_few.h"
+#include "kernels/route.h"
 #include "moe/experts.h"
 
 #include <string.h>
@@ -89,6 +91,7 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     gemm.num_rows_dev = forward->args.num_tokens_dev;
     gemm.x_dtype = forward->layer->config.dtype;
     gemm.x = x;
+    gemm.x_sorted = 1;
     gemm.weight.format = format;
     gemm.weight.data = weight;
     gemm.layout = EPMOE_LAYOUT_PACKED;
@@ -100,27 +103,16 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     return gemm;
 }
 
-static epmoe_status_t route(forward_t *forward)
+static epmoe_topk_args_t topk_args(const forward_t *forward)
 {
     const epmoe_layer_t *layer = forward->layer;
     const epmoe_layer_config_t *config = &layer->config;
-    const epmoe_forward_args_t *args = &forward->args;
-    if (args->num_tokens == 0) return EPMOE_OK;
-
-    epmoe_grouped_gemm_args_t gemm = dense_gemm(forward, config->num_experts, config->hidden, args->x,
-                                                epmoei_format_of_dtype(layer->weights.formats.router),
-                                                layer->weights.router, EPMOE_F32, forward->logits);
-    gemm.bias = layer->weights.router_bias;
-    gemm.batch_invariant = 1; /* a token's experts must not depend on its batch */
-    EPMOEI_CHECK(epmoe_grouped_gemm(&gemm, forward->stream));
-
     epmoe_topk_args_t topk = EPMOE_TOPK_ARGS_INIT;
     topk.backend = layer->backend;
-    topk.num_tokens = args->num_tokens;
+    topk.num_tokens = forward->args.num_tokens;
     topk.num_experts = config->num_experts;
     topk.top_k = config->top_k;
     topk.logits_dtype = EPMOE_F32;
-    topk.logits = args->logits ? args->logits : forward->logits;
     topk.selection_bias = layer->weights.selection_bias;
     topk.scoring = config->scoring;
     topk.renormalize = config->renormalize;
@@ -130,7 +122,51 @@ static epmoe_status_t route(forward_t *forward)
     topk.group_score = config->group_score;
     topk.ids = forward->ids;
     topk.weights = forward->weights;
-    topk.num_tokens_dev = args->num_tokens_dev;
+    topk.num_tokens_dev = forward->args.num_tokens_dev;
+    return topk;
+}
+
+/* The product, the choice and, where it is wanted and fits, the slots' order at once. */
+static epmoe_status_t route_cuda(forward_t *forward, const epmoei_experts_order_t *order)
+{
+    const epmoe_layer_t *layer = forward->layer;
+    const epmoe_forward_args_t *args = &forward->args;
+    epmoei_route_args_t at_once = {.struct_size = sizeof at_once};
+    at_once.backend = layer->backend;
+    at_once.hidden = layer->config.hidden;
+    at_once.dtype = layer->config.dtype;
+    at_once.x = args->x;
+    at_once.weight = layer->weights.router;
+    at_once.bias = layer->weights.router_bias;
+    /* Nobody reads the router's own logits otherwise. */
+    at_once.logits = args->logits_out || args->logits ? forward->logits : NULL;
+    at_once.topk = topk_args(forward);
+    at_once.topk.logits = args->logits;
+    at_once.sorted_ids = order->sorted_ids;
+    at_once.num_post_padded = order->num_post_padded;
+    at_once.expert_offsets = order->expert_offsets;
+    at_once.workspace = layer->workspace.route_workspace;
+    at_once.workspace_bytes = layer->workspace.route_bytes;
+    return epmoei_route(&at_once, forward->stream);
+}
+
+/* `order` is filled on CUDA if epmoei_route_aligns; its pointers may be NULL. */
+static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *order)
+{
+    const epmoe_layer_t *layer = forward->layer;
+    const epmoe_layer_config_t *config = &layer->config;
+    const epmoe_forward_args_t *args = &forward->args;
+    if (args->num_tokens == 0) return EPMOE_OK;
+    if (layer->backend == EPMOE_BACKEND_CUDA) return route_cuda(forward, order);
+
+    epmoe_grouped_gemm_args_t gemm = dense_gemm(forward, config->num_experts, config->hidden, args->x,
+                                                epmoei_format_of_dtype(layer->weights.formats.router),
+                                                layer->weights.router, EPMOE_F32, forward->logits);
+    gemm.bias = layer->weights.router_bias;
+    gemm.batch_invariant = 1; /* a token's experts must not depend on its batch */
+    EPMOEI_CHECK(epmoe_grouped_gemm(&gemm, forward->stream));
+    epmoe_topk_args_t topk = topk_args(forward);
+    topk.logits = args->logits ? args->logits : forward->logits;
     return epmoe_topk(&topk, forward->stream);
 }
 
@@ -228,16 +264,20 @@ static epmoe_status_t run_local(forward_t *forward)
     if (args->num_tokens > layer->max_rows)
         return epmoei_fail(EPMOE_ERROR_CAPACITY, "num_tokens is %d: the capacity is %lld rows", args->num_tokens,
                            (long long)layer->max_rows);
-    EPMOEI_CHECK(route(forward));
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
-    EPMOEI_CHECK(run_shared(forward));
-    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
     epmoe_experts_args_t experts =
         experts_args(layer, args->num_tokens, args->x, forward->ids, forward->weights, layer->config.dtype, args->y);
     experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
-    return epmoei_experts_run(&experts, forward->stream, &forward->stages);
+    epmoei_experts_order_t order = {0};
+    bool aligned = layer->backend == EPMOE_BACKEND_CUDA && !epmoei_experts_few_takes(&experts) &&
+                   epmoei_route_aligns(args->num_tokens, layer->config.num_experts, layer->config.top_k);
+    if (aligned && args->num_tokens) EPMOEI_CHECK(epmoei_experts_order(&experts, &order));
+    EPMOEI_CHECK(route(forward, &order));
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
+    EPMOEI_CHECK(run_shared(forward));
+    EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
+    return epmoei_experts_run(&experts, aligned, forward->stream, &forward->stages);
 }
 
 static epmoe_status_t copy_out(const forward_t *forward, void *to, const void *from, int64_t row_elements)
@@ -255,7 +295,8 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     epmoe_layer_t *layer = forward->layer;
     epmoei_stages_t *stages = &forward->stages;
     const epmoe_forward_args_t *args = &forward->args;
-    if (local == EPMOE_OK) local = route(forward);
+    const epmoei_experts_order_t no_order = {0}; /* the rows to sort are not these */
+    if (local == EPMOE_OK) local = route(forward, &no_order);
     if (local == EPMOE_OK) local = epmoei_stages_end(stages, EPMOE_STAGE_ROUTER);
 
     epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
@@ -276,7 +317,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     if (local == EPMOE_OK && layer->local_experts) {
         epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
                                                     rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
-        local = epmoei_experts_run(&experts, forward->stream, stages);
+        local = epmoei_experts_run(&experts, false, forward->stream, stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
     if (local != EPMOE_OK)

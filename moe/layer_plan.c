@@ -4,6 +4,7 @@
 #include "comm/comm.h"
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
+#include "kernels/route.h"
 #include "moe/experts.h"
 
 #include <string.h>
@@ -95,7 +96,8 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
 }
 
-/* The largest workspace of the products that see all of this rank's tokens: router, shared expert and its gate. */
+/* The largest workspace of the grouped GEMMs that see all of this rank's tokens: router (on CUDA a kernel of its own),
+ * shared expert and its gate. */
 static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend, int64_t *bytes)
 {
     const struct {
@@ -103,7 +105,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         int32_t k;
         epmoe_activation_t activation;
     } shapes[] = {
-        {config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE},
+        {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE},
         {2 * config->shared_intermediate, config->hidden, config->activation},
         {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE},
         {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID},
@@ -117,6 +119,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.n = shapes[i].n;
         gemm.k = shapes[i].k;
         gemm.max_rows = config->max_tokens;
+        gemm.x_sorted = 1;
         gemm.x_dtype = config->dtype;
         gemm.y_dtype = EPMOE_F32;
         gemm.weight.format = config->weight_format;
@@ -144,6 +147,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
                            "a dispatch may bring %lld rows here: expected at most %d; lower max_tokens or set capacity",
                            (long long)max_rows, INT32_MAX / config->top_k);
     EPMOEI_CHECK(dense_gemm_bytes(config, backend, &workspace.gemm_bytes));
+    if (config->num_experts && backend == EPMOE_BACKEND_CUDA)
+        workspace.route_bytes = epmoei_route_workspace(config->max_tokens, config->num_experts, config->hidden);
     if (local_experts) {
         epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
         experts.backend = backend;
@@ -169,6 +174,7 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
     workspace.experts_workspace = epmoei_carve(&arena, workspace.experts_bytes);
     workspace.gemm_workspace = epmoei_carve(&arena, workspace.gemm_bytes);
+    workspace.route_workspace = epmoei_carve(&arena, workspace.route_bytes);
     workspace.bytes = arena.used;
     *out = workspace;
     return EPMOE_OK;

@@ -181,7 +181,8 @@ Test(gpu_bench, no_tokens)
 Test(gpu_bench, single_ops)
 {
     need_device();
-    static const char *const ops[] = {"topk", "align", "permute", "unpermute", "grouped_gemm", "silu_and_mul", "sum"};
+    static const char *const ops[] = {"topk",         "align",        "permute", "unpermute",
+                                      "grouped_gemm", "silu_and_mul", "sum",     "router"};
     static const char *const options[] = {"--model olmoe-1b-7b --graph 0", "--model deepseek-v3", "--dtype fp16"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++)
         for (size_t j = 0; j < sizeof options / sizeof options[0]; j++) {

@@ -329,7 +329,8 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  *     out  *= row_weights[s] unless weight_on_input
  *     y[s, :] = round(out, y_dtype)
  * Rows of y that no r reaches are not written. N counts gate and up rows together (2f) when an activation is given.
- * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2.
+ * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2. x_sorted and y_sorted keep what lies
+ * between the two in the sorted order, where a tile's rows are neighbours.
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
@@ -363,6 +364,8 @@ typedef struct epmoe_grouped_gemm_args_t {
     int64_t workspace_bytes;     /* at least epmoe_grouped_gemm_workspace_size */
     const int32_t *num_rows_dev; /* with expert_offsets NULL and one expert: the actual rows, at most max_rows; same
                                     memory as the tensors; NULL = max_rows */
+    int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
+    int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -677,8 +680,7 @@ typedef struct epmoe_layer_config_t {
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
     epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (an fp32 router is refused there,
-                                     one of the other 16-bit type is converted) */
+                                     and take dtype's on CUDA (but see router_dtype) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
 } epmoe_layer_config_t;
@@ -744,7 +746,9 @@ EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, 
 /* This rank's weights. Experts are the local ones only (epmoe_expert_range): leading dimension local_experts. */
 typedef struct epmoe_layer_weights_t {
     size_t struct_size;
-    epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16 */
+    epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16. On CUDA config.dtype, or BF16 with
+                                      config.dtype F16, which is exact in [2^-17, 65504] and else rounded; NOT_SUPPORTED
+                                      otherwise, since rounding could choose other experts */
     const void *router;            /* [E,d] */
     const float *router_bias;      /* [E], with router_has_bias */
     const float *selection_bias;   /* [E], with has_selection_bias */
@@ -775,8 +779,10 @@ typedef struct epmoe_load_options_t {
 } epmoe_load_options_t;
 #define EPMOE_LOAD_OPTIONS_INIT EPMOE_STRUCT_INIT(epmoe_load_options_t)
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
- * read. options NULL = none. Collective: all ranks succeed or all fail. MISMATCH when the layer's config is not the
- * checkpoint's. After a failure the layer has no weights. */
+ * read. options NULL = none. Collective: all ranks succeed or all fail. Ranks may take different times, however long:
+ * each shows the others while it loads that it is alive, and TIMEOUT means that one expert, the shared weights or a
+ * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's. After a
+ * failure the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
                                                      int32_t layer_index, const epmoe_load_options_t *options);
 

@@ -1,0 +1,246 @@
+/* The epilogue of the wgmma grouped GEMM: accumulators of 64 weight rows by up to 256 tokens, held by one warpgroup, to
+ * rows of y. Gated, every 16 weight rows are 8 gate rows and then their 8 up rows, so that a thread holds both halves
+ * of an output: d[4j], d[4j+1] the gates of two tokens, d[4j+2], d[4j+3] their ups.
+ *
+ * Two ways. The fast one finishes the outputs in registers, turns them by stmatrix so that a token's outputs lie side
+ * by side in shared memory, and stores 16 bytes a thread. The other one parks fp32 accumulators in shared memory and
+ * finishes them one by one in a loop: any type, any width, any activation, little code. */
+#ifndef EPMOEI_GROUPED_GEMM_EPILOGUE_SM90_CUH
+#define EPMOEI_GROUPED_GEMM_EPILOGUE_SM90_CUH
+
+#include "kernels/grouped_gemm_cuda.cuh"
+#include "kernels/ptx.cuh"
+
+namespace
+{
+
+constexpr int kWarpgroup = 128;
+constexpr int kStagingBytes = 8192; /* of a warpgroup */
+
+/* A tile as its consumers see it. */
+struct epilogue_t {
+    char *staging;        /* [kStagingBytes], this warpgroup's */
+    const int32_t *rows;  /* [max_n] row of y, or -1 */
+    const float *weights; /* [max_n] */
+    int32_t num_rows;
+    int32_t expert;
+    int32_t col;   /* first output of this warpgroup */
+    int32_t group; /* 0 or 1 */
+    int32_t tid;   /* in the warpgroup */
+    float bias[2]; /* gated: gate and up; plain: of weight row lane/4 of this warp's 16 and of the one 8 below */
+};
+
+/* What silu, swiglu_oai and gelu_tanh have in common: gate * sigmoid(gate * (linear + cubic * gate^2)) * (up + shift),
+ * after the clamp. */
+struct sigmoid_family_t {
+    float linear;
+    float cubic;
+    float shift;
+    float limit; /* +inf = none */
+};
+
+__device__ __forceinline__ sigmoid_family_t sigmoid_family(const gemm_params_t &p)
+{
+    sigmoid_family_t f = {1.0f, 0.0f, 0.0f, p.limit > 0.0f ? p.limit : INFINITY};
+    if (p.activation == EPMOE_ACTIVATION_SWIGLU_OAI) f.linear = p.alpha, f.shift = 1.0f;
+    if (p.activation == EPMOE_ACTIVATION_GELU_TANH) f.linear = 1.5957691f, f.cubic = 1.5957691f * 0.044715f;
+    return f;
+}
+
+__device__ __forceinline__ float sigmoid_gate(const sigmoid_family_t &f, float gate, float up)
+{
+    /* Comparisons keep a NaN, which fminf drops. */
+    gate = gate > f.limit ? f.limit : gate;
+    up = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
+    float slope = f.linear;
+    if (f.cubic != 0.0f) slope += f.cubic * gate * gate; /* 0 * inf would make a NaN */
+    return epmoei_gate_device(gate, epmoei_sigmoid_device(gate * slope)) * (up + f.shift);
+}
+
+/* Barrier numbers are immediates: one in a register would reserve all sixteen. */
+__device__ __forceinline__ void warpgroup_barrier(int32_t group)
+{
+    if (group == 0)
+        ptx_named_barrier<2>(kWarpgroup);
+    else
+        ptx_named_barrier<3>(kWarpgroup);
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float a, float b, __nv_bfloat16)
+{
+    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    return *(uint32_t *)&pair;
+}
+__device__ __forceinline__ uint32_t pack_pair(float a, float b, __half)
+{
+    __half2 pair = __floats2half2_rn(a, b);
+    return *(uint32_t *)&pair;
+}
+
+/* Tokens [first, first + kTokens) from shared memory, kChunks 16-byte chunks each, to y. */
+template <int kTokens, int kChunks>
+__device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilogue_t &e, int first)
+{
+    const int count = min(kTokens, e.num_rows - first) * kChunks;
+#pragma unroll 4
+    for (int i = e.tid; i < count; i += kWarpgroup) {
+        const int token = i / kChunks, chunk = i % kChunks, col = e.col + chunk * 8;
+        const int swizzle = kChunks == 8 ? token & 7 : token >> 1 & 3;
+        const int32_t row = e.rows[first + token];
+        if (row < 0 || col >= p.n_out) continue;
+        uint4 *to = (uint4 *)((char *)p.y + ((int64_t)row * p.n_out + col) * 2);
+        *to = *(const uint4 *)(e.staging + token * kChunks * 16 + ((chunk ^ swizzle) << 4));
+    }
+}
+
+/* 32 outputs of 128 tokens at a time. */
+template <typename T>
+__device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+{
+    const int lane = e.tid % 32, warp = e.tid / 32;
+    const uint32_t staging = ptx_shared_address(e.staging);
+    const sigmoid_family_t family = sigmoid_family(p);
+#pragma unroll
+    for (int first = 0; first < 256; first += 128) {
+        if (first >= e.num_rows) break;
+        warpgroup_barrier(e.group); /* what was staged before is read */
+#pragma unroll
+        for (int part = 0; part < 128; part += 32) {
+            if (first + part >= e.num_rows) break;
+            uint32_t packed[4];
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                const int j = (first + part) / 8 + b;
+                const float2 weight = *(const float2 *)(e.weights + 8 * j + 2 * (lane % 4));
+                const float in[2] = {p.weight_on_input ? weight.x : 1.0f, p.weight_on_input ? weight.y : 1.0f};
+                float out[2];
+#pragma unroll
+                for (int t = 0; t < 2; t++) {
+                    out[t] = sigmoid_gate(family, acc[4 * j + t] * in[t] + e.bias[0],
+                                          acc[4 * j + 2 + t] * in[t] + e.bias[1]);
+                    if (!p.weight_on_input) out[t] *= t ? weight.y : weight.x;
+                }
+                packed[b] = pack_pair(out[0], out[1], T());
+            }
+            const int token = part + lane;
+            ptx_stmatrix_x4_trans(staging + token * 64 + ((warp ^ (token >> 1 & 3)) << 4), packed);
+        }
+        warpgroup_barrier(e.group);
+        store_staged<128, 4>(p, e, first);
+    }
+}
+
+/* 64 outputs of 64 tokens at a time. */
+template <typename T>
+__device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+{
+    const int lane = e.tid % 32, warp = e.tid / 32;
+    const uint32_t staging = ptx_shared_address(e.staging);
+#pragma unroll
+    for (int first = 0; first < 256; first += 64) {
+        if (first >= e.num_rows) break;
+        warpgroup_barrier(e.group);
+#pragma unroll
+        for (int part = 0; part < 64; part += 16) {
+            if (first + part >= e.num_rows) break;
+            uint32_t packed[4];
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                const int j = (first + part) / 8 + b;
+                const float2 weight = *(const float2 *)(e.weights + 8 * j + 2 * (lane % 4));
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float v0 = acc[4 * j + 2 * half], v1 = acc[4 * j + 2 * half + 1];
+                    if (p.weight_on_input)
+                        v0 = v0 * weight.x + e.bias[half], v1 = v1 * weight.y + e.bias[half];
+                    else
+                        v0 = (v0 + e.bias[half]) * weight.x, v1 = (v1 + e.bias[half]) * weight.y;
+                    packed[2 * b + half] = pack_pair(v0, v1, T());
+                }
+            }
+            const int token = part + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+            ptx_stmatrix_x4_trans(staging + token * 128 + ((chunk ^ (token & 7)) << 4), packed);
+        }
+        warpgroup_barrier(e.group);
+        store_staged<64, 8>(p, e, first);
+    }
+}
+
+/* 32 tokens at a time, as fp32. */
+__device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+{
+    constexpr int kTokens = 32, kStep = 4;
+    const int lane = e.tid % 32, warp = e.tid / 32;
+    float *staging = (float *)e.staging; /* [kTokens][64], blocks of 8 swizzled by the token */
+    const float *bias = p.bias ? p.bias + (int64_t)e.expert * p.n : nullptr;
+    const int cols = p.gated ? 32 : 64;
+#pragma unroll 1
+    for (int chunk = 0; chunk * kTokens < e.num_rows; chunk++) {
+        warpgroup_barrier(e.group);
+        /* Registers cannot be indexed: the chunk selects one of the copies of this code. */
+#pragma unroll
+        for (int i = 0; i < 256 / kTokens; i++)
+            if (i == chunk)
+#pragma unroll
+                for (int b = 0; b < kTokens / 8; b++)
+#pragma unroll
+                    for (int r = 0; r < 4; r++) {
+                        const int token = b * 8 + 2 * (lane % 4) + r % 2, row = warp * 16 + lane / 4 + r / 2 * 8;
+                        staging[token * 64 + (row ^ (token / 2 % 4 * 8))] = acc[(i * (kTokens / 8) + b) * 4 + r];
+                    }
+        warpgroup_barrier(e.group);
+        const int count = min(kTokens, e.num_rows - chunk * kTokens) * (cols / kStep);
+#pragma unroll 1
+        for (int i = e.tid; i < count; i += kWarpgroup) {
+            const int token = i / (cols / kStep), local = i % (cols / kStep) * kStep, col = e.col + local;
+            const int32_t row = e.rows[chunk * kTokens + token];
+            if (row < 0 || col >= p.n_out) continue;
+            const int gate = p.gated ? local / 8 * 16 + local % 8 : local, swizzle = token / 2 % 4 * 8;
+            const float *from = staging + token * 64;
+            const float weight = e.weights[chunk * kTokens + token];
+            gemm_store_run<kStep>(p, (int64_t)row * p.n_out + col, p.n_out - col, [&](int j) {
+                const float a = from[(gate + j) ^ swizzle], b = p.gated ? from[(gate + 8 + j) ^ swizzle] : 0.0f;
+                return gemm_finish(p, bias, weight, p.gated ? 2 * (col + j) : col + j, a, b);
+            });
+        }
+    }
+}
+
+/* The biases of the two weight rows of this thread, before the product so that it hides the wait. */
+__device__ __forceinline__ void load_bias(const gemm_params_t &p, epilogue_t &e)
+{
+    const int lane = e.tid % 32, warp = e.tid / 32;
+    e.bias[0] = e.bias[1] = 0.0f;
+    if (!p.bias) return;
+    const float *bias = p.bias + (int64_t)e.expert * p.n;
+    const int32_t col = e.col + (p.gated ? warp * 8 : warp * 16) + lane / 4;
+    const int32_t rows[2] = {p.gated ? gemm_weight_row(p, 2 * col) : col,
+                             p.gated ? gemm_weight_row(p, 2 * col + 1) : col + 8};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (p.gated ? col < p.n_out : rows[i] < p.n) e.bias[i] = bias[rows[i]];
+}
+
+template <typename T>
+__device__ __forceinline__ void store_tile(const gemm_params_t &p, bool fast, const epilogue_t &e,
+                                           const float (&acc)[128])
+{
+    if (!fast)
+        store_any(p, e, acc);
+    else if (p.gated)
+        store_gated<T>(p, e, acc);
+    else
+        store_plain<T>(p, e, acc);
+}
+
+/* Whether outputs of type `dtype` take the fast way. */
+inline bool epilogue_is_fast(const epmoe_grouped_gemm_args_t *args, epmoe_dtype_t dtype)
+{
+    bool gated = args->activation < EPMOE_ACTIVATION_NONE;
+    return args->y_dtype == dtype && (gated ? args->n / 2 : args->n) % 8 == 0 &&
+           args->activation != EPMOE_ACTIVATION_GELU && args->activation != EPMOE_ACTIVATION_SIGMOID;
+}
+
+} // namespace
+
+#endif
