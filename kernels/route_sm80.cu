@@ -39,7 +39,8 @@ __device__ __forceinline__ int32_t route_tokens(const route_params_t &p)
     return epmoei_device_tokens(p.topk.num_tokens_dev, p.first_token + p.topk.num_tokens) - p.first_token;
 }
 
-/* The router's own logits of a thread's `count` experts from `first` on; 0 beyond. */
+/* The router's own logits of a thread's `count` experts from `first` on; 0 beyond. Here and below a count may be
+ * negative, which is none. */
 template <int kValues>
 __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, int32_t first, int32_t count,
                                           float (&logits)[kValues])
@@ -50,7 +51,7 @@ __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, 
     const float *from = p.partials + row * p.parts.row_stride + first;
 #pragma unroll
     for (int i = 0; i < kValues; i++) logits[i] = 0.0f;
-    if (count == 0) return;
+    if (count <= 0) return;
 #pragma unroll 1
     for (int32_t base = 0; base < p.parts.num_parts; base += kBatch) {
         float4 quads[kBatch][kQuads];
@@ -81,7 +82,9 @@ __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, 
 template <int kValues>
 __device__ __forceinline__ void store_logits(float *to, int32_t count, const float (&logits)[kValues])
 {
-    if (count == kValues && ((uintptr_t)to & 15) == 0) {
+    /* Not ==: for a count clamped to 0..kValues ptxas 13.0 takes that from a predicate of VIMNMX.RELU, which is also
+     * set where 0 won. */
+    if (count >= kValues && ((uintptr_t)to & 15) == 0) {
 #pragma unroll
         for (int i = 0; i < kValues; i += 4)
             *(float4 *)(to + i) = make_float4(logits[i], logits[i + 1], logits[i + 2], logits[i + 3]);
@@ -234,7 +237,7 @@ static __global__ void __launch_bounds__(kAlignThreads, 1)
         float logits[kValues], chosen[kSlots];
         uint32_t keys[kValues], best_keys[kSlots];
         int32_t ids[kSlots];
-        int32_t count = valid ? max(0, min(kValues, p.topk.num_experts - lane * kValues)) : 0;
+        int32_t count = valid ? min(kValues, p.topk.num_experts - lane * kValues) : 0;
         load_row(p, row, lane * kValues, count, stash, logits);
         softmax_t softmax =
             prepare<kLanes>(p.topk, logits, count, lane, kLanes, values, values + kLanes * kValues, keys);
@@ -264,7 +267,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
     float logits[kBlockValues];
     uint32_t keys[kBlockValues];
     int32_t ids[1] = {};
-    int32_t count = max(0, min(kBlockValues, p.topk.num_experts - thread * kBlockValues));
+    int32_t count = min(kBlockValues, p.topk.num_experts - thread * kBlockValues);
     load_row(p, row, thread * kBlockValues, count, stash, logits);
     softmax_t softmax = prepare<0>(p.topk, logits, count, thread, blockDim.x, values, values + places, keys);
     /* prepare ends behind a barrier after its last use of `values`, unless it did not use them. */
