@@ -54,6 +54,8 @@ __device__ __forceinline__ float ptx_reciprocal(float x)
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
+}
+
 /* 16 bytes that are read once and that nobody writes while the kernel runs, past the first-level cache; zeros and no
  * access where not `valid`. */
 __device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool valid)
