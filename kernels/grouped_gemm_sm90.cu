@@ -32,11 +32,11 @@ constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
 
 struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: 64, 128 or 256 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t fast;    /* epilogue_is_fast */
+    int32_t max_n;  /* most tokens of a tile: 64, 128 or 256 */
+    int32_t stages; /* <= kMostStages */
+    int32_t fast;   /* epilogue_is_fast */
+    int32_t flat;
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
-    int32_t ahead;   /* steps from a copy into a stage to the copy into the L2 cache that precedes it; 0 = none */
 };
 
 /* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
@@ -175,8 +175,8 @@ struct walk_t {
             const int32_t block = tile.cluster * b.line.cluster + b.rank;
             const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
             step = 0;
-            w_row = p.gated ? 0 : block * kBlockW;
-            w_group = p.gated ? block * (kBlockW / 16) : 0;
+            w_row = p.gated && !b.line.flat ? 0 : block * kBlockW;
+            w_group = p.gated && !b.line.flat ? block * (kBlockW / 16) : 0;
             first = b.rank * half;
             part = b.rank == 0 ? half : tile.width - half;
             return true;
@@ -191,36 +191,17 @@ struct walk_t {
     }
 };
 
-/* Into the L2 cache, so that the stages, of which there is only room for a few, need not cover the memory's latency. */
-__device__ __forceinline__ void prefetch_step(const walk_t &at, const CUtensorMap *w_map, const x_maps_t *x_maps)
-{
-    ptx_tma_prefetch_5d(w_map, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
-    int32_t token = at.tile.row + at.first;
-#pragma unroll
-    for (int i = kXMaps - 1; i >= 0; i--) {
-        if (!(at.part & 8 << i)) continue;
-        ptx_tma_prefetch_2d(&x_maps->map[i], at.step * kBlockK, token);
-        token += 8 << i;
-    }
-}
-
 /* One thread. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
-    walk_t at, ahead;
-    at.index = ahead.index = b.first_tile;
-    bool ahead_of = b.line.ahead > 0 && ahead.enter(p, b);
-    for (int32_t i = 0; ahead_of && i < b.line.ahead; i++) ahead_of = ahead.advance(p, b);
+    walk_t at;
+    at.index = b.first_tile;
     for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
         const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
         const int32_t k = at.step * kBlockK;
-        if (ahead_of) {
-            prefetch_step(ahead, w_map, x_maps);
-            ahead_of = ahead.advance(p, b);
-        }
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
         ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
         ptx_tma_load_5d(to, w_map, done, k, at.w_row, 0, at.w_group, at.tile.expert);
@@ -450,7 +431,7 @@ epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_
     cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
     cuuint64_t strides[4] = {row, n * row, n * row, n * row};
     cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
-    if (p->gated) {
+    if (p->gated && !getenv("EPX_3D")) {
         dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
         strides[0] = p->interleaved ? 2 * row : row;
         strides[1] = p->interleaved ? row : f * row;
@@ -476,8 +457,6 @@ int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeli
     const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
     line->max_n = max_n;
     line->cluster = max_n == 64 ? 1 : 2;
-    line->ahead = 6; /* EPX */
-    if (getenv("EPX_AHEAD")) line->ahead = atoi(getenv("EPX_AHEAD"));
     if (getenv("EPX_CLUSTER")) line->cluster = atoi(getenv("EPX_CLUSTER"));
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
         *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
@@ -505,6 +484,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     int32_t bytes = 0;
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
     while (!choose_pipeline(args, max_n, &line, &bytes)) max_n /= 2;
+    line.flat = getenv("EPX_3D") != 0;
     line.fast = epilogue_is_fast(args, args->x_dtype);
     if (getenv("EPX_NOEPI")) line.fast = 2;
 

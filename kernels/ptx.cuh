@@ -215,20 +215,6 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
                  : "memory");
 }
 
-/* A box of a tensor into the L2 cache. */
-__device__ __forceinline__ void ptx_tma_prefetch_2d(const void *map, int32_t c0, int32_t c1)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
-}
-
-__device__ __forceinline__ void ptx_tma_prefetch_5d(const void *map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
-                                                    int32_t c4)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1),
-                 "r"(c2), "r"(c3), "r"(c4)
-                 : "memory");
-}
-
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
