@@ -5,13 +5,30 @@
 #include "kernels/router_gemm.h"
 #include "kernels/topk.h"
 
-/* One block sorts all slots: beyond these it would take longer than launches of many blocks. */
-enum { kAlignSlots = 8192, kAlignWords = 8192 };
+/* Groups: so few that a block adds the counts of all in a moment, so many that each is placed in a moment. */
+enum { kMaxGroups = 128, kMaxGroupBits = 8192 * 32 };
 
+epmoei_route_groups_t epmoei_route_groups(int32_t num_tokens, int32_t num_experts)
+{
+    epmoei_route_groups_t groups = {.shift = 5, .stride = (int32_t)epmoei_round_up(num_experts, 8) / 2};
+    while (epmoei_ceil_div(num_tokens, (int64_t)1 << groups.shift) > kMaxGroups) groups.shift++;
+    groups.count = (int32_t)epmoei_ceil_div(num_tokens, (int64_t)1 << groups.shift);
+    return groups;
+}
+
+int64_t epmoei_route_counts_bytes(int32_t num_experts)
+{
+    if (num_experts > EPMOEI_ROUTE_ALIGN_EXPERTS) return 0;
+    int64_t words = (int64_t)kMaxGroups * epmoei_route_groups(0, num_experts).stride;
+    return epmoei_round_up(words * (int64_t)sizeof(uint32_t), EPMOEI_ALIGNMENT);
+}
+
+/* A group's bits must fit shared memory, and its counts 16 bits. */
 bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t top_k)
 {
-    return num_experts <= EPMOEI_ROUTE_ALIGN_EXPERTS && (int64_t)num_tokens * top_k <= kAlignSlots &&
-           epmoei_ceil_div(num_tokens, 32) * num_experts <= kAlignWords;
+    int64_t group = (int64_t)1 << epmoei_route_groups(num_tokens, num_experts).shift;
+    return num_experts <= EPMOEI_ROUTE_ALIGN_EXPERTS && (int64_t)num_tokens * top_k <= INT32_MAX &&
+           group * num_experts <= kMaxGroupBits && group <= INT16_MAX;
 }
 
 int32_t epmoei_route_chunk(int32_t num_tokens, int32_t num_experts, int32_t hidden)
@@ -26,7 +43,7 @@ int64_t epmoei_route_workspace(int32_t num_tokens, int32_t num_experts, int32_t 
 {
     epmoei_router_parts_t parts = epmoei_router_parts(hidden, num_experts);
     int64_t rows = (int64_t)parts.num_parts * epmoei_route_chunk(num_tokens, num_experts, hidden);
-    return EPMOEI_ALIGNMENT + rows * parts.row_stride * (int64_t)sizeof(float);
+    return epmoei_route_counts_bytes(num_experts) + rows * parts.row_stride * (int64_t)sizeof(float);
 }
 
 static epmoe_status_t check(const epmoei_route_args_t *args, epmoei_route_args_t *out)

@@ -1,5 +1,5 @@
-/* A layer's routing at once: router product, top-k and, for a moderate number of tokens, the align of one rank. Only on
- * CUDA, where it is two launches; the semantics are those of the ops it replaces.
+/* A layer's routing at once: router product, top-k and, unless tokens and experts are very many, the align of one rank.
+ * Only on CUDA, where it is two or three launches; the semantics are those of the ops it replaces.
  *
  * Contract of the kernel:
  *   logits      those of router_gemm.h, fp32; topk.logits, when given, takes their place for the choice
@@ -45,6 +45,16 @@ bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t top_k)
 int64_t epmoei_route_workspace(int32_t num_tokens, int32_t num_experts, int32_t hidden);
 /* Checks, then enqueues. NOT_SUPPORTED on a backend without it. */
 epmoe_status_t epmoei_route(const epmoei_route_args_t *args, epmoe_stream_t stream);
+
+/* How tokens are cut for the align: groups of 1 << shift, and counts[count,stride], two experts a word. */
+typedef struct epmoei_route_groups_t {
+    int32_t count;
+    int32_t shift;  /* 5 at least */
+    int32_t stride; /* words: a multiple of 4, so that rows are whole vectors */
+} epmoei_route_groups_t;
+epmoei_route_groups_t epmoei_route_groups(int32_t num_tokens, int32_t num_experts);
+/* What the workspace begins with; a multiple of EPMOEI_ALIGNMENT. */
+int64_t epmoei_route_counts_bytes(int32_t num_experts);
 
 /* Most tokens whose partial logits lie in the workspace at a time. */
 int32_t epmoei_route_chunk(int32_t num_tokens, int32_t num_experts, int32_t hidden);

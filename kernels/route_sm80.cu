@@ -1,20 +1,28 @@
-/* Routing in two launches: the router's product in parts (router_gemm_sm80.cu), then this kernel, which adds a row's
- * parts while it loads the row, chooses its experts (topk_cuda.cuh) and, for a moderate number of tokens, sorts the
- * slots by expert.
+/* Routing in two or three launches: the router's product in parts (router_gemm_sm80.cu); the choice, which adds a row's
+ * parts while it loads the row (topk_cuda.cuh); and the slots' order by expert.
  *
- * The sort: a token takes an expert once at most, so that a bit per token and expert says everything. Bits are set in
+ * The order: a token takes an expert once at most, so that a bit per token and expert says everything. Bits are set in
  * shared memory in any order; a slot's rank within its expert is the number of set bits before its own, and the slots
- * stand in order whatever the threads did first. A few tokens have one block, which knows its ids; beyond that the
- * block that comes last, by a counter that the product's kernel has cleared, reads them all. */
+ * stand in order whatever the threads did first. A few tokens have one block, which chooses and orders. More are cut
+ * into groups: the choice counts each group's slots per expert, and a block per group then knows from the counts where
+ * its slots begin. Sums of integers do not depend on their order.
+ *
+ * What a few tokens cost is latency, a good part of it that of fetching code that has left the caches. So the choice
+ * goes through its code once, for no row, while the product is still under way. */
 #include "kernels/launch_cuda.cuh"
 #include "kernels/route.h"
 #include "kernels/router_gemm.h"
 #include "kernels/topk_cuda.cuh"
 
-static const int kRowThreads = 128;   /* of a block that only chooses */
-static const int kAlignThreads = 512; /* the most of a block that may have to sort */
+static const int kSingleRows = 16; /* the most that one block chooses and orders, a warp each */
+static const int kSingleThreads = 512;
+static const int kRowThreads = 128; /* of a block that only chooses */
+static const int kPlaceThreads = 512;
+static const int kCountLanes = 32; /* the most threads that share an expert's counts */
 static const int kSharedByDefault = 48 * 1024;
-static_assert(kAlignThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS, "the sort has a thread per expert");
+static_assert(kSingleThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS && kPlaceThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS,
+              "the order has a thread per expert");
+static_assert(kSingleRows <= 32 && kSingleRows * 32 <= kSingleThreads, "one word of tokens, a warp per row");
 
 struct route_params_t {
     epmoe_topk_args_t topk; /* of these rows; logits: what replaces the router's, or NULL */
@@ -23,13 +31,14 @@ struct route_params_t {
     epmoei_router_parts_t parts;
     const float *bias;
     float *logits;
-    int32_t rows_per_block;
-    /* align; sorted_ids NULL = none */
+    int32_t rehearsals; /* blocks that go through the code before the product has ended; they read no more than the
+                         * selection bias, which was there before the product began */
+    uint32_t *counts;   /* NULL = none; [groups,stride]: two experts a word; 0 before */
+    epmoei_route_groups_t groups;
+    bool single; /* the one block orders too */
     int32_t *sorted_ids;
     int32_t *num_post_padded;
     int32_t *expert_offsets;
-    uint32_t *counter; /* of blocks that have chosen; 0 before */
-    int32_t words;     /* of 32 tokens */
 };
 
 /* ---------------------------------------------------------------------------------------------------------- rows */
@@ -45,32 +54,30 @@ template <int kValues>
 __device__ __forceinline__ void add_parts(const route_params_t &p, int64_t row, int32_t first, int32_t count,
                                           float (&logits)[kValues])
 {
-    constexpr int kBatch = kValues <= 8 ? 8 : 4, kQuads = kValues / 4; /* loads under way at a time */
+    constexpr int kWidth = kValues < 4 ? kValues : 4, kVectors = kValues / kWidth;
+    constexpr int kBatch = kValues <= 8 ? 8 : 4; /* loads under way at a time */
+    using vector_t = part_t<float, kWidth>;
     static_assert(EPMOEI_ROUTER_MAX_PARTS % kBatch == 0, "batches cover the parts");
-    int64_t stride = (int64_t)p.topk.num_tokens * p.parts.row_stride;
+    const int64_t stride = (int64_t)p.topk.num_tokens * p.parts.row_stride;
     const float *from = p.partials + row * p.parts.row_stride + first;
 #pragma unroll
     for (int i = 0; i < kValues; i++) logits[i] = 0.0f;
-    if (count <= 0) return;
+    const int32_t parts = count > 0 ? p.parts.num_parts : 0; /* not a branch: the rehearsal is to pass here too */
 #pragma unroll 1
     for (int32_t base = 0; base < p.parts.num_parts; base += kBatch) {
-        float4 quads[kBatch][kQuads];
+        vector_t vectors[kBatch][kVectors];
+        /* A part that does not exist adds 0, which changes nothing: no sum that began at 0 is -0. */
 #pragma unroll
         for (int i = 0; i < kBatch; i++)
 #pragma unroll
-            for (int q = 0; q < kQuads; q++)
-                quads[i][q] = base + i < p.parts.num_parts ? *(const float4 *)(from + (base + i) * stride + q * 4)
-                                                           : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                /* A part that does not exist adds 0, which changes nothing: no sum that began at 0 is -0. */
+            for (int v = 0; v < kVectors; v++)
+                vectors[i][v] =
+                    base + i < parts ? *(const vector_t *)(from + (base + i) * stride + v * kWidth) : vector_t{};
 #pragma unroll
         for (int i = 0; i < kBatch; i++)
 #pragma unroll
-            for (int q = 0; q < kQuads; q++) {
-                logits[q * 4] = __fadd_rn(logits[q * 4], quads[i][q].x);
-                logits[q * 4 + 1] = __fadd_rn(logits[q * 4 + 1], quads[i][q].y);
-                logits[q * 4 + 2] = __fadd_rn(logits[q * 4 + 2], quads[i][q].z);
-                logits[q * 4 + 3] = __fadd_rn(logits[q * 4 + 3], quads[i][q].w);
-            }
+            for (int j = 0; j < kValues; j++)
+                logits[j] = __fadd_rn(logits[j], vectors[i][j / kWidth].element[j % kWidth]);
     }
     if (!p.bias) return;
     float biases[kValues];
@@ -84,9 +91,9 @@ __device__ __forceinline__ void store_logits(float *to, int32_t count, const flo
 {
     /* Not ==: for a count clamped to 0..kValues ptxas 13.0 takes that from a predicate of VIMNMX.RELU, which is also
      * set where 0 won. */
-    if (count >= kValues && ((uintptr_t)to & 15) == 0) {
+    if (kValues % 4 == 0 && count >= kValues && ((uintptr_t)to & 15) == 0) {
 #pragma unroll
-        for (int i = 0; i < kValues; i += 4)
+        for (int i = 0; i + 3 < kValues; i += 4)
             *(float4 *)(to + i) = make_float4(logits[i], logits[i + 1], logits[i + 2], logits[i + 3]);
         return;
     }
@@ -95,69 +102,47 @@ __device__ __forceinline__ void store_logits(float *to, int32_t count, const flo
         if (i < count) to[i] = logits[i];
 }
 
-/* The logits that choose, as topk_cuda.cuh wants them, also left in stash[first..]. */
+/* The logits of a thread's `count` experts as topk_cuda.cuh wants them, also left in stash[first..]. A row that is not
+ * valid is neither read nor written, and counts as 0 throughout. */
 template <int kValues>
-__device__ __forceinline__ void load_row(const route_params_t &p, int64_t row, int32_t first, int32_t count,
+__device__ __forceinline__ void load_row(const route_params_t &p, int64_t row, bool valid, int32_t first, int32_t count,
                                          float *stash, float (&logits)[kValues])
 {
-    int64_t at = row * p.topk.num_experts + first;
-    add_parts(p, row, first, count, logits);
-    if (p.logits) store_logits(p.logits + at, count, logits);
-    if (p.topk.logits) load_run((const float *)p.topk.logits + at, count, -INFINITY, logits);
+    const int64_t at = row * p.topk.num_experts + first;
+    const int32_t present = valid ? count : 0;
+    add_parts(p, row, first, present, logits);
+    if (p.logits) store_logits(p.logits + at, present, logits);
+    if (p.topk.logits) load_run((const float *)p.topk.logits + at, present, 0.0f, logits);
 #pragma unroll
     for (int i = 0; i < kValues; i++) logits[i] = i < count ? tame(logits[i]) : -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kValues; i += 4)
-        *(float4 *)(stash + first + i) = make_float4(logits[i], logits[i + 1], logits[i + 2], logits[i + 3]);
+    for (int i = 0; i < kValues; i++) stash[first + i] = logits[i];
 }
 
-/* ---------------------------------------------------------------------------------------------------------- align */
-
-struct route_shared_t {
-    uint32_t *bits;   /* [words,E]: bit t%32 of word t/32 says that token t takes the expert */
-    uint16_t *places; /* [words,E]: where the slots of the word's tokens begin in the order */
-    uint16_t *ids;    /* [T*k] */
-    float *teams;     /* what rows need */
-};
-
-static __host__ __device__ __forceinline__ int32_t route_align_bytes(int32_t words, int32_t num_experts,
-                                                                     int32_t num_slots)
+/* A warp's row, or none: ids[0] is the expert of rank `lane`. stash: team_floats of shared memory. */
+template <int kValues>
+__device__ __forceinline__ void choose_row(const route_params_t &p, int64_t row, bool valid, int32_t lane, float *stash,
+                                           int32_t (&ids)[1])
 {
-    return (words * num_experts * 6 + num_slots * 2 + 15) / 16 * 16;
+    float *values = stash + 32 * kValues;
+    float logits[kValues];
+    uint32_t keys[kValues], best_keys[1];
+    int32_t count = min(kValues, p.topk.num_experts - lane * kValues);
+    load_row(p, row, valid, lane * kValues, count, stash, logits);
+    softmax_t softmax = prepare<32>(p.topk, logits, count, lane, 32, values, values + 32 * kValues, keys);
+    select_best<32>(keys, lane, p.topk.top_k, ids, best_keys);
+    __syncwarp();
+    float chosen[1] = {lane < p.topk.top_k ? stash[ids[0]] : -INFINITY};
+    weigh<32>(p.topk, row, valid, lane, softmax, ids, chosen);
+    __syncwarp();
 }
 
-__device__ __forceinline__ route_shared_t route_shared(const route_params_t &p, char *base)
-{
-    route_shared_t shared = {};
-    shared.teams = (float *)base;
-    if (!p.sorted_ids) return shared;
-    int32_t counters = p.words * p.topk.num_experts, slots = p.topk.num_tokens * p.topk.top_k;
-    shared.bits = (uint32_t *)base;
-    shared.places = (uint16_t *)(shared.bits + counters);
-    shared.ids = shared.places + counters;
-    shared.teams = (float *)(base + route_align_bytes(p.words, p.topk.num_experts, slots));
-    return shared;
-}
-
-/* True in the one block that sorts, once all ids are visible to it. All threads call. */
-__device__ __forceinline__ bool is_last_block(const route_params_t &p)
-{
-    __shared__ bool last;
-    __syncthreads();
-    if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(p.counter, 1u) == gridDim.x - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    return last;
-}
+/* --------------------------------------------------------------------------------------------------------- order */
 
 /* Sum over the threads below. All threads call; *total is the sum over all. */
 __device__ __forceinline__ int32_t scan_block(int32_t own, int32_t *total)
 {
-    __shared__ int32_t warp_sums[kAlignThreads / 32];
+    __shared__ int32_t warp_sums[32];
     int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -171,87 +156,175 @@ __device__ __forceinline__ int32_t scan_block(int32_t own, int32_t *total)
     return __reduce_add_sync(kAll, lane < warp ? warp_sum : 0) + sum - own;
 }
 
-/* The bits are 0, and with one block the ids are in shared memory, both behind a barrier. */
-__device__ __forceinline__ void align_slots(const route_params_t &p, route_shared_t shared, int32_t tokens)
+/* Where the thread's expert begins among all slots, from its number of slots; one block leaves that as the outputs. */
+__device__ __forceinline__ int32_t begin_expert(const route_params_t &p, int32_t count)
 {
-    const int32_t experts = p.topk.num_experts, top_k = p.topk.top_k, slots = tokens * top_k;
-    const int32_t thread = threadIdx.x, threads = blockDim.x, worst = p.topk.num_tokens * top_k;
-    const bool known = gridDim.x == 1;
-#pragma unroll 4
-    for (int32_t slot = thread; slot < slots; slot += threads) {
-        int32_t expert = known ? shared.ids[slot] : __ldcg(p.topk.ids + slot), token = slot / top_k;
-        if (!known) shared.ids[slot] = (uint16_t)expert;
-        atomicOr(&shared.bits[token / 32 * experts + expert], 1u << token % 32);
-    }
-    __syncthreads();
-
-    const int32_t words = (tokens + 31) / 32;
-    int32_t count = 0, total;
-    if (thread < experts)
-#pragma unroll 4
-        for (int32_t word = 0; word < words; word++) count += __popc(shared.bits[word * experts + thread]);
-    int32_t place = scan_block(count, &total);
-    if (thread < experts) {
-        p.expert_offsets[thread] = place;
-#pragma unroll 4
-        for (int32_t word = 0; word < words; word++) {
-            shared.places[word * experts + thread] = (uint16_t)place;
-            place += __popc(shared.bits[word * experts + thread]);
-        }
-    }
+    const int32_t thread = threadIdx.x, experts = p.topk.num_experts;
+    int32_t total, begin = scan_block(count, &total);
+    if (blockIdx.x > 0) return begin;
+    if (thread < experts) p.expert_offsets[thread] = begin;
     if (thread == 0) {
         p.expert_offsets[experts] = total;
         *p.num_post_padded = total;
     }
-    __syncthreads();
-
-    for (int32_t slot = thread; slot < slots; slot += threads) {
-        int32_t token = slot / top_k, at = token / 32 * experts + shared.ids[slot];
-        uint32_t before = shared.bits[at] & ((1u << token % 32) - 1);
-        p.sorted_ids[shared.places[at] + __popc(before)] = slot;
-    }
-    for (int32_t slot = slots + thread; slot < worst; slot += threads) p.sorted_ids[slot] = worst;
+    return begin;
 }
 
-/* -------------------------------------------------------------------------------------------------------- kernels */
+/* The places of slots that do not exist; all blocks together. */
+__device__ __forceinline__ void pad_order(const route_params_t &p, int32_t tokens)
+{
+    const int32_t worst = p.topk.num_tokens * p.topk.top_k, threads = gridDim.x * blockDim.x;
+    for (int32_t at = tokens * p.topk.top_k + blockIdx.x * blockDim.x + threadIdx.x; at < worst; at += threads)
+        p.sorted_ids[at] = worst;
+}
 
-/* kLanes * kValues experts at most; team_floats of shared memory per row. */
-template <int kLanes, int kValues>
-static __global__ void __launch_bounds__(kAlignThreads, 1)
-    route_rows_kernel(const route_params_t p, int32_t team_floats)
+/* The only block: a thread holds one slot, if any, whose bits are set behind a barrier. places: one per expert. */
+__device__ __forceinline__ void order_single(const route_params_t &p, const uint32_t *bits, int32_t *places,
+                                             int32_t tokens, int32_t token, int32_t expert)
+{
+    const int32_t thread = threadIdx.x, experts = p.topk.num_experts, rank = thread % 32, top_k = p.topk.top_k;
+    int32_t begin = begin_expert(p, thread < experts ? __popc(bits[thread]) : 0);
+    if (thread < experts) places[thread] = begin;
+    __syncthreads();
+    if (token < tokens && rank < top_k)
+        p.sorted_ids[places[expert] + __popc(bits[expert] & ((1u << token) - 1))] = token * top_k + rank;
+    pad_order(p, tokens);
+}
+
+struct place_shared_t {
+    uint32_t *bits;  /* [words,E]: bit t%32 of word t/32 says that token t of the group takes the expert */
+    int32_t *totals; /* [lanes,stride*2]: slots of some groups; then the same of those before the own */
+    int32_t *places; /* [E]: where the group's slots of an expert begin */
+    int32_t columns; /* of eight experts */
+    int32_t lanes;
+    int32_t words;
+};
+
+static __host__ __device__ __forceinline__ place_shared_t place_shared(const epmoei_route_groups_t &groups,
+                                                                       int32_t num_experts, char *base)
+{
+    place_shared_t shared;
+    shared.columns = groups.stride / 4;
+    shared.lanes = kPlaceThreads / shared.columns < kCountLanes ? kPlaceThreads / shared.columns : kCountLanes;
+    shared.words = 1 << (groups.shift - 5);
+    shared.totals = (int32_t *)base;
+    shared.places = shared.totals + 2 * shared.lanes * shared.columns * 8;
+    shared.bits = (uint32_t *)(shared.places + num_experts);
+    return shared;
+}
+
+static int64_t place_shared_bytes(const epmoei_route_groups_t &groups, int32_t num_experts)
+{
+    place_shared_t shared = place_shared(groups, num_experts, NULL);
+    return ((int64_t)2 * shared.lanes * shared.columns * 8 + num_experts + (int64_t)shared.words * num_experts) * 4;
+}
+
+/* A thread's share of the counts into shared.totals: of all groups, and of those before `group`. */
+__device__ __forceinline__ void add_counts(const route_params_t &p, const place_shared_t &shared, int32_t num_groups,
+                                           int32_t group)
+{
+    const int32_t column = threadIdx.x % shared.columns, first = threadIdx.x / shared.columns;
+    if (first >= shared.lanes) return;
+    int32_t total[8] = {}, before[8] = {};
+#pragma unroll 4
+    for (int32_t g = first; g < num_groups; g += shared.lanes) {
+        uint4 words = *(const uint4 *)(p.counts + g * p.groups.stride + column * 4);
+        const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int32_t count = (int32_t)(pairs[i / 2] >> i % 2 * 16 & 0xFFFF);
+            total[i] += count;
+            before[i] += g < group ? count : 0;
+        }
+    }
+    int4 *to = (int4 *)(shared.totals + (first * shared.columns + column) * 8);
+    to[0] = make_int4(total[0], total[1], total[2], total[3]);
+    to[1] = make_int4(total[4], total[5], total[6], total[7]);
+    to += shared.lanes * shared.columns * 2;
+    to[0] = make_int4(before[0], before[1], before[2], before[3]);
+    to[1] = make_int4(before[4], before[5], before[6], before[7]);
+}
+
+/* A block per group of tokens. */
+static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const route_params_t p)
 {
     extern __shared__ __align__(16) char base[];
-    constexpr int kSlots = slots_t<kLanes, kValues>::kCount;
-    const route_shared_t shared = route_shared(p, base);
-    if (p.sorted_ids)
-        for (int32_t i = threadIdx.x; i < p.words * p.topk.num_experts; i += blockDim.x) shared.bits[i] = 0;
+    const int32_t thread = threadIdx.x, experts = p.topk.num_experts, top_k = p.topk.top_k, group = blockIdx.x;
+    const place_shared_t shared = place_shared(p.groups, experts, base);
+    for (int32_t i = thread; i < shared.words * experts; i += kPlaceThreads) shared.bits[i] = 0;
     epmoei_begin_dependent();
+    __syncthreads();
 
-    const int32_t lane = threadIdx.x % kLanes, team = threadIdx.x / kLanes, top_k = p.topk.top_k;
-    const int32_t tokens = route_tokens(p);
-    const int64_t row = (int64_t)blockIdx.x * p.rows_per_block + team;
-    const bool valid = team < p.rows_per_block && row < tokens;
-    if (__any_sync(kAll, valid)) {
-        float *stash = shared.teams + team * team_floats;
-        float *values = stash + kLanes * kValues;
-        float logits[kValues], chosen[kSlots];
-        uint32_t keys[kValues], best_keys[kSlots];
-        int32_t ids[kSlots];
-        int32_t count = valid ? min(kValues, p.topk.num_experts - lane * kValues) : 0;
-        load_row(p, row, lane * kValues, count, stash, logits);
-        softmax_t softmax =
-            prepare<kLanes>(p.topk, logits, count, lane, kLanes, values, values + kLanes * kValues, keys);
-        select_best<kLanes>(keys, lane, top_k, ids, best_keys);
-        __syncwarp();
-#pragma unroll
-        for (int s = 0; s < kSlots; s++) chosen[s] = valid && s * kLanes + lane < top_k ? stash[ids[s]] : -INFINITY;
-        weigh<kLanes>(p.topk, row, valid, lane, softmax, ids, chosen);
-        if (p.sorted_ids && gridDim.x == 1)
-#pragma unroll
-            for (int s = 0; s < kSlots; s++)
-                if (valid && s * kLanes + lane < top_k) shared.ids[row * top_k + s * kLanes + lane] = (uint16_t)ids[s];
+    const int32_t tokens = route_tokens(p), rows = 1 << p.groups.shift;
+    const int32_t first_slot = min(group * rows, tokens) * top_k,
+                  slots = min((group + 1) * rows, tokens) * top_k - first_slot;
+    const int32_t *ids = p.topk.ids + first_slot;
+    const int32_t own = thread < slots ? ids[thread] : 0; /* under way together with the counts */
+    add_counts(p, shared, (tokens + rows - 1) / rows, group);
+    for (int32_t slot = thread; slot < slots; slot += kPlaceThreads) {
+        int32_t expert = slot == thread ? own : ids[slot], token = slot / top_k;
+        atomicOr(&shared.bits[token / 32 * experts + expert], 1u << token % 32);
     }
-    if (p.sorted_ids && is_last_block(p)) align_slots(p, shared, tokens);
+    __syncthreads();
+
+    int32_t total = 0, before = 0;
+    if (thread < experts)
+#pragma unroll 8
+        for (int32_t lane = 0; lane < shared.lanes; lane++) {
+            total += shared.totals[lane * shared.columns * 8 + thread];
+            before += shared.totals[(shared.lanes + lane) * shared.columns * 8 + thread];
+        }
+    int32_t begin = begin_expert(p, total);
+    if (thread < experts) shared.places[thread] = begin + before;
+    __syncthreads();
+
+    for (int32_t slot = thread; slot < slots; slot += kPlaceThreads) {
+        int32_t expert = slot == thread ? own : ids[slot], token = slot / top_k, word = token / 32;
+        int32_t place = shared.places[expert];
+        for (int32_t i = 0; i < word; i++) place += __popc(shared.bits[i * experts + expert]);
+        place += __popc(shared.bits[word * experts + expert] & ((1u << token % 32) - 1));
+        p.sorted_ids[place] = first_slot + slot;
+    }
+    pad_order(p, tokens);
+}
+
+/* -------------------------------------------------------------------------------------------------------- choice */
+
+/* 32 * kValues experts at most, a warp per row; team_floats of shared memory per warp. */
+template <int kValues>
+static __global__ void __launch_bounds__(kSingleThreads, kValues <= 4 ? 2 : 1)
+    route_rows_kernel(const route_params_t p, int32_t team_floats)
+{
+    extern __shared__ __align__(16) float teams[];
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int32_t step = gridDim.x * warps, first_row = blockIdx.x * warps + warp;
+    uint32_t *bits = (uint32_t *)(teams + warps * team_floats); /* p.single: [E], then as many places */
+    int32_t ids[1], tokens = 0;
+    if (p.single)
+        for (int32_t i = threadIdx.x; i < p.topk.num_experts; i += blockDim.x) bits[i] = 0;
+    if (p.single) __syncthreads();
+#pragma unroll 1
+    for (int32_t pass = (int32_t)blockIdx.x < p.rehearsals ? 0 : 1; pass < 2; pass++) {
+        if (pass == 1) {
+            epmoei_begin_dependent();
+            tokens = route_tokens(p);
+        }
+        int32_t row = first_row;
+#pragma unroll 1
+        do {
+            const bool valid = row < tokens;
+            choose_row<kValues>(p, row, valid, lane, teams + warp * team_floats, ids);
+            if (valid && lane < p.topk.top_k) {
+                const int32_t group = (p.first_token + row) >> p.groups.shift;
+                if (p.single) atomicOr(&bits[ids[0]], 1u << row);
+                if (p.counts) atomicAdd(&p.counts[group * p.groups.stride + ids[0] / 2], 1u << ids[0] % 2 * 16);
+            }
+            row += step;
+        } while (row < tokens);
+    }
+    if (!p.single) return;
+    __syncthreads();
+    order_single(p, bits, (int32_t *)(bits + p.topk.num_experts), tokens, first_row, ids[0]);
 }
 
 /* A block per row. */
@@ -268,7 +341,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
     uint32_t keys[kBlockValues];
     int32_t ids[1] = {};
     int32_t count = min(kBlockValues, p.topk.num_experts - thread * kBlockValues);
-    load_row(p, row, thread * kBlockValues, count, stash, logits);
+    load_row(p, row, true, thread * kBlockValues, count, stash, logits);
     softmax_t softmax = prepare<0>(p.topk, logits, count, thread, blockDim.x, values, values + places, keys);
     /* prepare ends behind a barrier after its last use of `values`, unless it did not use them. */
     select_in_block(keys, p.topk.top_k, (uint32_t *)values, ids);
@@ -294,35 +367,28 @@ static int32_t tail_floats(const epmoe_topk_args_t *topk)
     return groups > sums ? groups : sums;
 }
 
-template <int kLanes, int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe_stream_t stream)
+/* Whether one block chooses and orders: what it reads must cost less than another launch. */
+static bool is_single(const route_params_t &p)
 {
-    /* Rows of a single block: what it reads and computes must cost less than the meeting of many blocks. */
-    const int32_t kSingleRows = 8 * 32 / kLanes, kFewSlots = 1024;
-    const int64_t kSingleBytes = 96 * 1024;
+    const int64_t most_bytes = 128 * 1024;
+    int64_t row_bytes = (int64_t)p.parts.num_parts * p.parts.row_stride * (int64_t)sizeof(float);
+    return p.topk.num_tokens <= kSingleRows && p.topk.num_tokens * row_bytes <= most_bytes;
+}
+
+template <int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe_stream_t stream)
+{
+    const int32_t kBlocksPerSm = kValues <= 4 ? 8 : 4;
     const epmoei_device_info_t *device = epmoei_device_current();
-    const int32_t tokens = p.topk.num_tokens, tail = tail_floats(&p.topk);
-    int32_t threads = kRowThreads, team_floats = kLanes * kValues + (tail ? kLanes * kValues + tail : 0);
-    size_t shared_bytes = 0;
-    p.rows_per_block = kRowThreads / kLanes;
-    if (p.sorted_ids) {
-        int32_t slots = tokens * p.topk.top_k, per_warp = 32 / kLanes;
-        int64_t bytes = (int64_t)tokens * p.parts.num_parts * p.parts.row_stride * (int64_t)sizeof(float);
-        int64_t spread = epmoei_round_up(epmoei_ceil_div(tokens, device->num_sms), per_warp);
-        p.rows_per_block = tokens <= kSingleRows && bytes <= kSingleBytes
-                               ? tokens
-                               : (int32_t)epmoei_min64(spread, kAlignThreads / kLanes);
-        int64_t busy = epmoei_max64(p.topk.num_experts, (int64_t)p.rows_per_block * kLanes);
-        threads = slots > kFewSlots ? kAlignThreads : (int32_t)epmoei_round_up(busy, 128);
-        p.words = (int32_t)epmoei_ceil_div(tokens, 32);
-        shared_bytes = (size_t)route_align_bytes(p.words, p.topk.num_experts, slots);
-    }
-    /* Whole warps: those of their teams that have no row write their part of shared memory too. */
-    int64_t teams = epmoei_round_up(p.rows_per_block, 32 / kLanes);
-    shared_bytes += (size_t)(teams * team_floats) * sizeof(float);
-    EPMOEI_CHECK(allow_shared((const void *)route_rows_kernel<kLanes, kValues>, shared_bytes));
-    unsigned blocks = (unsigned)epmoei_ceil_div(tokens, p.rows_per_block);
-    cudaError_t error = epmoei_launch_dependent(route_rows_kernel<kLanes, kValues>, blocks, threads, shared_bytes,
-                                                stream, p, team_floats);
+    const int32_t tail = tail_floats(&p.topk), team_floats = 32 * kValues + (tail ? 32 * kValues + tail : 0);
+    int64_t threads = kRowThreads;
+    if (p.single) threads = epmoei_round_up(epmoei_max64(p.topk.num_tokens * 32, p.topk.num_experts), 32);
+    int64_t blocks = epmoei_min64(epmoei_ceil_div(p.topk.num_tokens, threads / 32), kBlocksPerSm * device->num_sms);
+    size_t shared_bytes = ((size_t)(threads / 32 * team_floats) + (p.single ? 2 * (size_t)p.topk.num_experts : 0)) * 4;
+    /* Those that come to the device first; later ones find the code in the caches. */
+    p.rehearsals = device->arch == 90 ? device->num_sms : 0;
+    EPMOEI_CHECK(allow_shared((const void *)route_rows_kernel<kValues>, shared_bytes));
+    cudaError_t error = epmoei_launch_dependent(route_rows_kernel<kValues>, (unsigned)blocks, (unsigned)threads,
+                                                shared_bytes, stream, p, team_floats);
     return epmoei_cuda_status((int32_t)error, "the choice of experts");
 }
 
@@ -338,11 +404,21 @@ static epmoe_status_t launch_blocks(const route_params_t &p, epmoe_stream_t stre
 
 static epmoe_status_t launch_choice(const route_params_t &p, epmoe_stream_t stream)
 {
-    if (p.topk.num_experts <= 32) return launch_rows<4, 8>(p, stream);
-    if (p.topk.num_experts <= 128) return launch_rows<32, 4>(p, stream);
-    if (p.topk.num_experts <= 256) return launch_rows<32, 8>(p, stream);
-    if (p.topk.num_experts <= 512) return launch_rows<32, 16>(p, stream);
+    if (p.topk.num_experts <= 32) return launch_rows<1>(p, stream);
+    if (p.topk.num_experts <= 64) return launch_rows<2>(p, stream);
+    if (p.topk.num_experts <= 128) return launch_rows<4>(p, stream);
+    if (p.topk.num_experts <= 256) return launch_rows<8>(p, stream);
+    if (p.topk.num_experts <= 512) return launch_rows<16>(p, stream);
     return launch_blocks(p, stream);
+}
+
+static epmoe_status_t launch_place(const route_params_t &p, epmoe_stream_t stream)
+{
+    size_t shared_bytes = (size_t)place_shared_bytes(p.groups, p.topk.num_experts);
+    EPMOEI_CHECK(allow_shared((const void *)route_place_kernel, shared_bytes));
+    cudaError_t error =
+        epmoei_launch_dependent(route_place_kernel, (unsigned)p.groups.count, kPlaceThreads, shared_bytes, stream, p);
+    return epmoei_cuda_status((int32_t)error, "the order of slots");
 }
 
 extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epmoe_stream_t stream)
@@ -370,13 +446,31 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
                                at.name, at.pointer, (int)at.alignment);
 
     const int32_t num_tokens = args->topk.num_tokens, num_experts = args->topk.num_experts, top_k = args->topk.top_k;
-    const bool aligns = args->sorted_ids && epmoei_route_aligns(num_tokens, num_experts, top_k);
     const int32_t chunk = epmoei_route_chunk(num_tokens, num_experts, args->hidden);
-    uint32_t *counter = (uint32_t *)args->workspace;
-    float *partials = (float *)((char *)args->workspace + EPMOEI_ALIGNMENT);
+    route_params_t all = {};
+    all.topk = args->topk;
+    all.partials = (const float *)((const char *)args->workspace + epmoei_route_counts_bytes(num_experts));
+    all.parts = epmoei_router_parts(args->hidden, num_experts);
+    all.bias = args->bias;
+    all.groups = epmoei_route_groups(num_tokens, num_experts);
+    if (args->sorted_ids && epmoei_route_aligns(num_tokens, num_experts, top_k)) {
+        all.sorted_ids = args->sorted_ids;
+        all.num_post_padded = args->num_post_padded;
+        all.expert_offsets = args->expert_offsets;
+        all.single = is_single(all);
+        if (!all.single) all.counts = (uint32_t *)args->workspace;
+    }
     for (int32_t first = 0; first < num_tokens; first += chunk) {
+        route_params_t p = all;
+        p.topk.num_tokens = (int32_t)epmoei_min64(chunk, num_tokens - first);
+        if (p.topk.logits) p.topk.logits = (const float *)args->topk.logits + (int64_t)first * num_experts;
+        p.topk.ids += (int64_t)first * top_k;
+        p.topk.weights += (int64_t)first * top_k;
+        p.first_token = first;
+        if (args->logits) p.logits = args->logits + (int64_t)first * num_experts;
+
         epmoei_router_gemm_args_t gemm = {};
-        gemm.num_tokens = (int32_t)epmoei_min64(chunk, num_tokens - first);
+        gemm.num_tokens = p.topk.num_tokens;
         gemm.first_token = first;
         gemm.num_tokens_dev = args->topk.num_tokens_dev;
         gemm.num_experts = num_experts;
@@ -384,29 +478,11 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
         gemm.dtype = args->dtype;
         gemm.x = (const char *)args->x + (int64_t)first * args->hidden * epmoe_dtype_size(args->dtype);
         gemm.weight = args->weight;
-        gemm.partials = partials;
-        gemm.counter = counter;
+        gemm.partials = (float *)((char *)args->workspace + epmoei_route_counts_bytes(num_experts));
+        gemm.zeros = first == 0 ? all.counts : NULL;
+        gemm.num_zeros = gemm.zeros ? all.groups.count * all.groups.stride : 0;
         EPMOEI_CHECK(epmoei_router_gemm_sm80(&gemm, stream));
-
-        route_params_t p = {};
-        p.topk = args->topk;
-        p.topk.num_tokens = gemm.num_tokens;
-        if (p.topk.logits) p.topk.logits = (const float *)args->topk.logits + (int64_t)first * num_experts;
-        p.topk.ids += (int64_t)first * top_k;
-        p.topk.weights += (int64_t)first * top_k;
-        p.first_token = first;
-        p.partials = partials;
-        p.parts = epmoei_router_parts(args->hidden, num_experts);
-        p.bias = args->bias;
-        if (args->logits) p.logits = args->logits + (int64_t)first * num_experts;
-        if (aligns) {
-            /* One chunk: what one block sorts is far less. */
-            p.sorted_ids = args->sorted_ids;
-            p.num_post_padded = args->num_post_padded;
-            p.expert_offsets = args->expert_offsets;
-            p.counter = counter;
-        }
         EPMOEI_CHECK(launch_choice(p, stream));
     }
-    return EPMOE_OK;
+    return all.counts ? launch_place(all, stream) : EPMOE_OK;
 }

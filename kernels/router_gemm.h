@@ -4,10 +4,14 @@
  * Contract of the kernel:
  *   order       a function of d alone (epmoei_router_parts), so that a token's logits do not depend on T, on the other
  *               tokens, on the tile or on the device's size: a chain of k steps from 0, chains added ascending from 0
- * to a part, parts added ascending from 0, then the bias edges       any T, any E 1..4096, d a multiple of 8 alignment
- * x and w 16 bytes, partials 16 aliasing    none padding     rows of x and partials from the actual T on are neither
- * read nor written; columns E..row_stride of a row of partials hold anything NaN         flows through, to its own
- * token only floor       bytes = b*(T*d + E*d) + 4*T*E, flops = 2*T*E*d
+ *               to a part, parts added ascending from 0, then the bias
+ *   edges       any T, any E 1..4096, d a multiple of 8
+ *   alignment   x and w 16 bytes, partials 16
+ *   aliasing    none
+ *   padding     rows of x and partials from the actual T on are neither read nor written; columns E..row_stride of a
+ *               row of partials hold anything
+ *   NaN         flows through, to its own token only
+ *   floor       bytes = b*(T*d + E*d) + 4*T*E, flops = 2*T*E*d
  */
 #ifndef EPMOEI_ROUTER_GEMM_H
 #define EPMOEI_ROUTER_GEMM_H
@@ -18,7 +22,7 @@
 extern "C" {
 #endif
 
-enum { EPMOEI_ROUTER_MAX_PARTS = 8 };
+enum { EPMOEI_ROUTER_MAX_PARTS = 8, EPMOEI_ROUTER_MAX_CHAIN = 256 };
 
 /* How d is cut, and how partials lie: [num_parts,T,row_stride]. */
 typedef struct epmoei_router_parts_t {
@@ -39,7 +43,8 @@ typedef struct epmoei_router_gemm_args_t {
     const void *x;       /* [T,d] */
     const void *weight;  /* [E,d] */
     float *partials;
-    uint32_t *counter; /* optional: set to 0 on the way, for the kernel that comes next */
+    uint32_t *zeros; /* optional: num_zeros words set to 0 on the way, for the kernel that comes next */
+    int32_t num_zeros;
 } epmoei_router_gemm_args_t;
 
 epmoe_status_t epmoei_router_gemm_sm80(const epmoei_router_gemm_args_t *args, epmoe_stream_t stream);

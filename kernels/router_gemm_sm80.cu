@@ -1,12 +1,14 @@
 /* The router's product on mma.sync, every device from Ampere on. Two forms, with the same bits:
- *   direct   few tokens or few experts. A warp holds one chain of a small tile, its operands loaded from global memory
- *            straight into registers with every load of an 8x8 tile in flight at once; the warps of a block, a chain
- *            each, meet in shared memory once, to add. Many blocks pull a few rows of w each, so that w streams from
- * all SMs: the floor is one latency of the memory plus bytes over its bandwidth tiled    many tokens: cp.async into a
- * ring of stages, a block walks the chains of its part. The floor is the tensor cores' rate through mma.sync (about 0.6
- * of their peak on Hopper) Which k sits where in an mma follows from 16-byte loads, the same in both: of 32
- * neighbouring k, lane%4 = j holds 8j..8j+7, whose first four are its share of one mma and whose last four that of the
- * next. */
+ *
+ *   direct   few tokens or few experts. A warp holds one chain of a small tile and loads all its operands from global
+ *            memory straight into registers before the first use; the warps of a block, a chain each, meet in shared
+ *            memory once, to add. Many blocks pull a few rows of w each, so that w streams from all SMs: the floor is
+ *            one latency of the memory plus bytes over its bandwidth.
+ *   tiled    many tokens: cp.async into a ring of stages, a block walks the chains of its part. The floor is that of
+ *            x's bytes, or the tensor cores' rate through mma.sync (about 0.6 of their peak on Hopper).
+ *
+ * Which k sits where in an mma follows from 16-byte loads, the same in both: of 32 neighbouring k, lane%4 = j holds
+ * 8j..8j+7, whose first four are its share of one mma and whose last four that of the next. */
 #include "kernels/launch_cuda.cuh"
 #include "kernels/router_gemm.h"
 
@@ -22,7 +24,8 @@ struct router_params_t {
     const void *x;
     const void *w;
     float *partials;
-    uint32_t *counter;
+    uint32_t *zeros;
+    int32_t num_zeros;
     const int32_t *num_tokens_dev;
     int32_t num_tokens;
     int32_t first_token;
@@ -65,7 +68,8 @@ __device__ __forceinline__ float *partial_row(const router_params_t &p, int32_t 
 __device__ __forceinline__ void begin_kernel(const router_params_t &p)
 {
     epmoei_begin_dependent();
-    if (p.counter && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
+    for (int32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < p.num_zeros; i += gridDim.x * blockDim.x)
+        p.zeros[i] = 0;
 }
 
 /* d[i][j] += the 32 k that a lane's 16 bytes stand for: rows of x lo and hi (8 apart), rows of w b. */
@@ -82,12 +86,8 @@ __device__ __forceinline__ void mma_group(float (&d)[kFragsN][4], const uint4 &l
 
 /* -------------------------------------------------------------------------------------------------------- direct */
 
-template <int kTokens_, int kExperts_, int kDepth_> struct direct_shape {
-    static constexpr int kTokens = kTokens_, kExperts = kExperts_;
-    static constexpr int kDepth = kDepth_; /* groups of loads in flight */
-};
-using direct_8 = direct_shape<8, 8, 8>;
-using direct_32 = direct_shape<32, 32, 2>;
+constexpr int kDirectExperts = 8; /* of a tile */
+constexpr int kDirectGroups = EPMOEI_ROUTER_MAX_CHAIN / kGroup;
 
 __device__ __forceinline__ uint4 load_16(const void *from, bool valid)
 {
@@ -95,104 +95,78 @@ __device__ __forceinline__ uint4 load_16(const void *from, bool valid)
 }
 
 /* The chain [begin,end) of the tile, left in acc. */
-template <typename T, typename Shape, int kFragsM, int kFragsN>
+template <typename T, int kTokens>
 __device__ __forceinline__ void direct_chain(const router_params_t &p, const router_block_t &block, int32_t begin,
-                                             int32_t end, float (&acc)[kFragsM][kFragsN][4])
+                                             int32_t end, float (&acc)[1][4])
 {
-    constexpr int kDepth = Shape::kDepth, kHalves = Shape::kTokens / 8;
-    const int32_t lane = threadIdx.x % 32, row = lane / 4;
-    const T *x = (const T *)p.x + (int64_t)(block.token + row) * p.hidden;
-    const T *w = (const T *)p.w + (int64_t)(block.expert + row) * p.hidden;
-    uint4 xs[kDepth][kHalves], ws[kDepth][kFragsN];
-    auto load = [&](int slot, int32_t group) {
-        int32_t k = group + lane % 4 * 8;
+    constexpr int kHalves = kTokens / 8;
+    const int32_t lane = threadIdx.x % 32, row = lane / 4, first = begin + lane % 4 * 8;
+    const T *x = (const T *)p.x + (int64_t)(block.token + row) * p.hidden + first;
+    const T *w = (const T *)p.w + (int64_t)(block.expert + row) * p.hidden + first;
+    const int32_t left_w = block.expert + row < p.num_experts ? end - first : 0;
+    uint4 xs[kDirectGroups][kHalves], ws[kDirectGroups][1];
 #pragma unroll
-        for (int j = 0; j < kFragsN; j++)
-            ws[slot][j] =
-                load_16(w + (int64_t)j * 8 * p.hidden + k, k < end && block.expert + row + j * 8 < p.num_experts);
+    for (int g = 0; g < kDirectGroups; g++) ws[g][0] = load_16(w + g * kGroup, g * kGroup < left_w);
 #pragma unroll
-        for (int i = 0; i < kHalves; i++)
-            xs[slot][i] =
-                load_16(x + (int64_t)i * 8 * p.hidden + k, k < end && block.token + row + i * 8 < block.tokens);
-    };
+    for (int i = 0; i < kHalves; i++) {
+        const int32_t left_x = block.token + row + i * 8 < block.tokens ? end - first : 0;
 #pragma unroll
-    for (int i = 0; i < kFragsM; i++)
+        for (int g = 0; g < kDirectGroups; g++)
+            xs[g][i] = load_16(x + (int64_t)i * 8 * p.hidden + g * kGroup, g * kGroup < left_x);
+    }
 #pragma unroll
-        for (int j = 0; j < kFragsN; j++)
+    for (int c = 0; c < 4; c++) acc[0][c] = 0.0f;
 #pragma unroll
-            for (int c = 0; c < 4; c++) acc[i][j][c] = 0.0f;
-#pragma unroll
-    for (int slot = 0; slot < kDepth; slot++) load(slot, begin + slot * kGroup);
-#pragma unroll 1
-    for (int32_t base = begin; base < end; base += kDepth * kGroup)
-#pragma unroll
-        for (int slot = 0; slot < kDepth; slot++) {
-            int32_t group = base + slot * kGroup;
-            if (group >= end) break;
-#pragma unroll
-            for (int i = 0; i < kFragsM; i++) {
-                uint4 hi = make_uint4(0, 0, 0, 0);
-                if constexpr (kHalves > 1) hi = xs[slot][2 * i + 1];
-                mma_group<T>(acc[i], xs[slot][2 * i], hi, ws[slot]);
-            }
-            load(slot, group + kDepth * kGroup);
-        }
+    for (int g = 0; g < kDirectGroups; g++) {
+        if (begin + g * kGroup >= end) break;
+        uint4 hi = make_uint4(0, 0, 0, 0);
+        if constexpr (kHalves > 1) hi = xs[g][1];
+        mma_group<T>(acc, xs[g][0], hi, ws[g]);
+    }
 }
 
-template <typename T, typename Shape>
+template <typename T, int kTokens>
 __global__ void __launch_bounds__(kDirectWarps * 32) router_direct_kernel(const router_params_t p)
 {
-    constexpr int kTokens = Shape::kTokens, kExperts = Shape::kExperts, kThreads = kDirectWarps * 32;
-    constexpr int kFragsM = (kTokens + 15) / 16, kFragsN = kExperts / 8;
-    constexpr int kRow = kExperts + 4; /* the padding spreads rows over the banks */
-    constexpr int kQuads = kTokens * kExperts / 4, kOwnQuads = (kQuads + kThreads - 1) / kThreads;
+    constexpr int kRow = kDirectExperts + 4; /* the padding spreads rows over the banks */
+    constexpr int kRowQuads = kDirectExperts / 4;
+    static_assert(kTokens * kRowQuads <= kDirectWarps * 32, "a thread adds four columns at most");
     __shared__ __align__(16) float tiles[kDirectWarps][kTokens][kRow];
 
     begin_kernel(p);
-    const router_block_t block = find_block(p, kTokens, kExperts);
+    const router_block_t block = find_block(p, kTokens, kDirectExperts);
     if (block.token >= block.tokens) return;
-    const int32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-    float4 sums[kOwnQuads];
-#pragma unroll
-    for (int q = 0; q < kOwnQuads; q++) sums[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32, row = tid / kRowQuads, quad = tid % kRowQuads;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
+#pragma unroll 1
     for (int32_t round = block.begin; round < block.end; round += kDirectWarps * p.parts.chain) {
         const int32_t begin = round + warp * p.parts.chain;
         if (begin < block.end) {
-            float acc[kFragsM][kFragsN][4];
-            direct_chain<T, Shape>(p, block, begin, min(begin + p.parts.chain, block.end), acc);
+            float acc[1][4];
+            direct_chain<T, kTokens>(p, block, begin, min(begin + p.parts.chain, block.end), acc);
 #pragma unroll
-            for (int i = 0; i < kFragsM; i++)
-#pragma unroll
-                for (int half = 0; half < (kTokens > 8 ? 2 : 1); half++)
-#pragma unroll
-                    for (int j = 0; j < kFragsN; j++)
-                        *(float2 *)&tiles[warp][i * 16 + half * 8 + lane / 4][j * 8 + lane % 4 * 2] =
-                            make_float2(acc[i][j][half * 2], acc[i][j][half * 2 + 1]);
+            for (int half = 0; half < kTokens / 8; half++)
+                *(float2 *)&tiles[warp][half * 8 + lane / 4][lane % 4 * 2] =
+                    make_float2(acc[0][half * 2], acc[0][half * 2 + 1]);
         }
         __syncthreads();
         const int32_t chains = min(kDirectWarps, (block.end - round + p.parts.chain - 1) / p.parts.chain);
+        if (row < kTokens)
 #pragma unroll
-        for (int q = 0; q < kOwnQuads; q++) {
-            const int32_t quad = tid + q * kThreads;
-            if (quad >= kQuads) break;
-            for (int32_t chain = 0; chain < chains; chain++) {
-                float4 add = *(const float4 *)&tiles[chain][quad / (kExperts / 4)][quad % (kExperts / 4) * 4];
-                sums[q].x += add.x;
-                sums[q].y += add.y;
-                sums[q].z += add.z;
-                sums[q].w += add.w;
+            for (int chain = 0; chain < kDirectWarps; chain++) {
+                if (chain >= chains) break;
+                float4 add = *(const float4 *)&tiles[chain][row][quad * 4];
+                sum.x += add.x;
+                sum.y += add.y;
+                sum.z += add.z;
+                sum.w += add.w;
             }
-        }
         if (round + kDirectWarps * p.parts.chain < block.end) __syncthreads();
     }
-#pragma unroll
-    for (int q = 0; q < kOwnQuads; q++) {
-        const int32_t quad = tid + q * kThreads, col = block.expert + quad % (kExperts / 4) * 4;
-        const int32_t token = block.token + quad / (kExperts / 4);
-        if (quad < kQuads && token < block.tokens && col < p.parts.row_stride)
-            *(float4 *)(partial_row(p, block.part, token) + col) = sums[q];
-    }
+    const int32_t col = block.expert + quad * 4;
+    if (row < kTokens && block.token + row < block.tokens && col < p.parts.row_stride)
+        *(float4 *)(partial_row(p, block.part, block.token + row) + col) = sum;
 }
 
 /* --------------------------------------------------------------------------------------------------------- tiled */
@@ -203,8 +177,10 @@ template <int kBlockM_, int kBlockN_, int kWarpsM_, int kWarpsN_, int kStages_> 
     static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
     static constexpr int kSharedBytes = kStages * kStageBytes;
 };
-using tile_64 = tile_shape<64, 64, 2, 2, 4>;
-using tile_128 = tile_shape<128, 128, 2, 4, 3>; /* fits the 99 KB of the smaller devices */
+/* All within the 99 KB of the smaller devices; the small ones with most of a part under way at once. */
+using tile_32 = tile_shape<32, 32, 2, 2, 8>;
+using tile_64 = tile_shape<64, 64, 2, 2, 6>;
+using tile_128 = tile_shape<128, 128, 2, 4, 3>;
 
 /* Byte offset of 16-byte chunk `chunk` of row `row` of 128 bytes. The two rows that eight lanes read at once lie in
  * different halves of the banks. */
@@ -318,23 +294,23 @@ __global__ void __launch_bounds__(Shape::kThreads) router_tiled_kernel(const rou
 /* -------------------------------------------------------------------------------------------------------- launch */
 
 /* Also sets p.expert_tiles. */
-unsigned count_blocks(router_params_t *p, int32_t tile_tokens, int32_t tile_experts)
+int64_t count_blocks(router_params_t *p, int32_t tile_tokens, int32_t tile_experts)
 {
     p->expert_tiles = (int32_t)epmoei_ceil_div(p->num_experts, tile_experts);
-    return (unsigned)(epmoei_ceil_div(p->num_tokens, tile_tokens) * p->parts.num_parts * p->expert_tiles);
+    return epmoei_ceil_div(p->num_tokens, tile_tokens) * p->parts.num_parts * p->expert_tiles;
 }
 
-template <typename T, typename Shape> epmoe_status_t launch_direct(router_params_t p, epmoe_stream_t stream)
+template <typename T, int kTokens> epmoe_status_t launch_direct(router_params_t p, epmoe_stream_t stream)
 {
-    unsigned blocks = count_blocks(&p, Shape::kTokens, Shape::kExperts);
+    unsigned blocks = (unsigned)count_blocks(&p, kTokens, kDirectExperts);
     cudaError_t error =
-        epmoei_launch_dependent(router_direct_kernel<T, Shape>, blocks, kDirectWarps * 32, 0, stream, p);
+        epmoei_launch_dependent(router_direct_kernel<T, kTokens>, blocks, kDirectWarps * 32, 0, stream, p);
     return epmoei_cuda_status((int32_t)error, "the router's product");
 }
 
 template <typename T, typename Shape> epmoe_status_t launch_tiled(router_params_t p, epmoe_stream_t stream)
 {
-    unsigned blocks = count_blocks(&p, Shape::kBlockM, Shape::kBlockN);
+    unsigned blocks = (unsigned)count_blocks(&p, Shape::kBlockM, Shape::kBlockN);
     EPMOEI_CUDA(cudaFuncSetAttribute(router_tiled_kernel<T, Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      Shape::kSharedBytes));
     cudaError_t error =
@@ -342,17 +318,24 @@ template <typename T, typename Shape> epmoe_status_t launch_tiled(router_params_
     return epmoei_cuda_status((int32_t)error, "the router's product");
 }
 
+/* Whether a tile's blocks keep most of the device busy. */
+template <typename Shape> bool fills(router_params_t p)
+{
+    return 4 * count_blocks(&p, Shape::kBlockM, Shape::kBlockN) >= 3 * (int64_t)epmoei_device_current()->num_sms;
+}
+
 template <typename T> epmoe_status_t launch(const router_params_t &p, epmoe_stream_t stream)
 {
-    enum { kFewTokens = 8, kSomeTokens = 64, kFewExperts = 32 };
-    const epmoei_device_info_t *device = epmoei_device_current();
-    if (p.num_tokens <= kFewTokens) return launch_direct<T, direct_8>(p, stream);
-    if (p.num_tokens <= kSomeTokens || p.num_experts <= kFewExperts) return launch_direct<T, direct_32>(p, stream);
-    /* The tall tile reads half as much, once it keeps most of the device busy. */
-    router_params_t tall = p;
-    return 4 * (int64_t)count_blocks(&tall, tile_128::kBlockM, tile_128::kBlockN) >= 3 * (int64_t)device->num_sms
-               ? launch_tiled<T, tile_128>(p, stream)
-               : launch_tiled<T, tile_64>(p, stream);
+    /* Direct tiles share nothing between blocks: beyond a few blocks per SM a tiled form loads much less. */
+    const int32_t kFewTokens = 8, kFewExperts = 16, kSomeExperts = 32, kBlocksPerSm = 4;
+    router_params_t direct = p;
+    if (p.num_tokens <= kFewTokens) return launch_direct<T, 8>(p, stream);
+    if (p.num_experts <= kFewExperts ||
+        count_blocks(&direct, 16, kDirectExperts) <= kBlocksPerSm * (int64_t)epmoei_device_current()->num_sms)
+        return launch_direct<T, 16>(p, stream);
+    if (p.num_experts > kSomeExperts && fills<tile_128>(p)) return launch_tiled<T, tile_128>(p, stream);
+    if (p.num_experts > kSomeExperts && fills<tile_64>(p)) return launch_tiled<T, tile_64>(p, stream);
+    return launch_tiled<T, tile_32>(p, stream);
 }
 
 } // namespace
@@ -363,7 +346,8 @@ extern "C" epmoe_status_t epmoei_router_gemm_sm80(const epmoei_router_gemm_args_
     p.x = args->x;
     p.w = args->weight;
     p.partials = args->partials;
-    p.counter = args->counter;
+    p.zeros = args->zeros;
+    p.num_zeros = args->num_zeros;
     p.num_tokens_dev = args->num_tokens_dev;
     p.num_tokens = args->num_tokens;
     p.first_token = args->first_token;

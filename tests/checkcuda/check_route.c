@@ -285,7 +285,7 @@ static void check_batch_invariance(testing_rng_t *rng)
     check_end();
 }
 
-/* Sizes where the form changes: one block, many blocks, no align; a word of tokens more or less. */
+/* Sizes where the form changes: one block, a block per group of tokens, groups of more words, no align. */
 static void check_sizes(testing_rng_t *rng)
 {
     static const struct {
@@ -295,7 +295,8 @@ static void check_sizes(testing_rng_t *rng)
                  {63, 60, 4},    {256, 8, 2},   {256, 128, 8},  {256, 256, 8},  {257, 384, 8},  {133, 384, 6},
                  {512, 512, 8},  {513, 512, 8}, {256, 512, 32}, {257, 512, 32}, {1024, 128, 8}, {1025, 128, 8},
                  {1024, 256, 8}, {672, 384, 8}, {673, 384, 8},  {8192, 32, 1},  {8193, 32, 1},  {2048, 100, 4},
-                 {40, 513, 8},   {9, 4096, 32}, {3000, 128, 8}};
+                 {40, 513, 8},   {9, 4096, 32}, {3000, 128, 8}, {16, 256, 8},   {17, 128, 8},   {16, 512, 32},
+                 {4096, 128, 8}, {4097, 20, 3}, {8200, 8, 2},   {20000, 40, 6}};
     check_begin("route", "choice and order: forms and their limits");
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int32_t fill = FILL_EXACT; fill <= FILL_ONE; fill++)
