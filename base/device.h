@@ -64,7 +64,7 @@ epmoe_status_t epmoei_event_query(epmoei_event_t event, bool *passed);
 epmoe_status_t epmoei_cuda_status(int32_t cuda_error, const char *what);
 
 /* Kernels count ids outside [-1,E) here: a word of mapped host memory per device, so that the host can look without
- * waiting. Device address; NULL when it could not be made. */
+ * waiting. Device address; NULL when it could not be made. Kernels add by epmoei_count_bad. */
 int32_t *epmoei_error_word(void);
 /* Reports and clears what the current device's kernels have counted so far: INVALID_ARGUMENT when it is not 0. */
 epmoe_status_t epmoei_error_word_check(void);

@@ -25,13 +25,6 @@ epmoe_status_t op_take_host(op_job_t *job, void **pointer, int64_t bytes)
     return EPMOE_OK;
 }
 
-void *op_twin(const op_job_t *job, const void *host)
-{
-    for (int32_t i = 0; i < job->num_memory && host; i++)
-        if (job->memory[i].host == host) return job->memory[i].run;
-    return NULL;
-}
-
 epmoe_status_t op_take_random(op_job_t *job, void **pointer, epmoe_dtype_t dtype, int64_t count, int32_t stream,
                               float scale)
 {
@@ -59,6 +52,7 @@ epmoe_status_t op_take_ids(op_job_t *job, int32_t **ids)
     EPMOEI_CHECK(op_take(job, (void **)ids, (int64_t)job->num_tokens * job->bench->config.top_k * 4));
     return routing_draw(&job->bench->routing, job->num_tokens, 0, job->num_tokens, *ids);
 }
+
 epmoe_status_t op_take_order(op_job_t *job, op_order_t *order)
 {
     const epmoe_layer_config_t *config = &job->bench->config;
@@ -81,6 +75,20 @@ epmoe_status_t op_take_order(op_job_t *job, op_order_t *order)
     EPMOEI_CHECK(op_take(job, &args.workspace, args.workspace_bytes));
     return epmoe_align_block_size(&args, NULL);
 }
+
+/* Host pointers become those of the library. */
+static void make_run_args(op_job_t *job)
+{
+    job->run_args = job->args;
+    for (const size_t *at = job->kind->pointers; *at; at++) {
+        char *field = (char *)&job->run_args + *at;
+        void *host;
+        memcpy(&host, field, sizeof host);
+        for (int32_t i = 0; i < job->num_memory && host; i++)
+            if (job->memory[i].host == host) memcpy(field, &job->memory[i].run, sizeof host);
+    }
+}
+
 epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_tokens)
 {
     *job = (op_job_t){.bench = bench, .num_tokens = num_tokens};
@@ -89,8 +97,7 @@ epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_to
     if (!job->kind) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", bench->options->op);
     EPMOEI_CHECK(job->kind->make(job));
     for (int32_t i = 0; i < job->num_memory; i++) EPMOEI_CHECK(buffer_upload(&job->memory[i]));
-    job->run_args = job->args;
-    job->kind->place(job, &job->run_args);
+    make_run_args(job);
     return EPMOE_OK;
 }
 

@@ -6,6 +6,8 @@
 #include "kernels/kernel_table.h"
 #include "kernels/route.h"
 
+#include <stddef.h>
+
 #define OP_MAX_OUTPUTS 6
 #define OP_MAX_MEMORY  24
 
@@ -34,12 +36,14 @@ typedef struct op_job_t op_job_t;
 typedef struct op_kind_t {
     const char *name;
     epmoe_status_t (*make)(op_job_t *job);
-    void (*place)(const op_job_t *job, op_args_t *args); /* host pointers become those of the library */
+    /* OP_AT of each pointer to the job's memory, then 0: the library gets its own copy's address there. */
+    const size_t *pointers;
     epmoe_status_t (*run)(const op_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*run_reference)(op_job_t *job);
     /* In place of a reference: judges all outputs; counts wrong values, and the largest error. */
     int64_t (*judge)(const op_job_t *job, double *worst);
 } op_kind_t;
+#define OP_AT(member) offsetof(op_args_t, member)
 
 extern const op_kind_t op_topk, op_align, op_permute, op_unpermute; /* op_rows.c */
 extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;    /* op_math.c */
@@ -68,7 +72,7 @@ epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_to
 epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events);
 void op_job_destroy(op_job_t *job);
 
-/* For the kinds. Memory of the job, freed with it; the library finds it where op_twin says. */
+/* For the kinds. Memory of the job, freed with it; the library gets its own copy (see op_kind_t). */
 epmoe_status_t op_take(op_job_t *job, void **pointer, int64_t bytes);
 /* For the reference alone. */
 epmoe_status_t op_take_host(op_job_t *job, void **pointer, int64_t bytes);
@@ -88,7 +92,5 @@ typedef struct op_order_t {
     int32_t *offsets;    /* [E+1] */
 } op_order_t;
 epmoe_status_t op_take_order(op_job_t *job, op_order_t *order);
-/* Where the library finds what the bench has at `host`. */
-void *op_twin(const op_job_t *job, const void *host);
 
 #endif

@@ -13,18 +13,9 @@
 
 static epmoe_status_t run_gemm(const op_args_t *args, epmoe_stream_t stream)
 {
-    return epmoe_grouped_gemm(&args->gemm, stream);
-}
-
-static void place_gemm(const op_job_t *job, op_args_t *args)
-{
-    args->gemm.expert_offsets = op_twin(job, args->gemm.expert_offsets);
-    args->gemm.row_index = op_twin(job, args->gemm.row_index);
-    args->gemm.x = op_twin(job, args->gemm.x);
-    args->gemm.weight.data = op_twin(job, args->gemm.weight.data);
-    args->gemm.y = op_twin(job, args->gemm.y);
-    args->gemm.workspace = op_twin(job, args->gemm.workspace);
-    args->gemm.layout = EPMOE_LAYOUT_PACKED;
+    epmoe_grouped_gemm_args_t own = args->gemm;
+    own.layout = EPMOE_LAYOUT_PACKED;
+    return epmoe_grouped_gemm(&own, stream);
 }
 
 static epmoe_status_t reference_gemm(op_job_t *job)
@@ -57,6 +48,14 @@ static epmoe_status_t choose_reference_rows(op_job_t *job)
     job->reference_rows = chosen;
     return EPMOE_OK;
 }
+
+static const size_t gemm_pointers[] = {OP_AT(gemm.expert_offsets),
+                                       OP_AT(gemm.row_index),
+                                       OP_AT(gemm.x),
+                                       OP_AT(gemm.weight.data),
+                                       OP_AT(gemm.y),
+                                       OP_AT(gemm.workspace),
+                                       0};
 
 /* GEMM 1 of the model with its activation: the weights of every expert, a row of x for each token. */
 static epmoe_status_t make_gemm(op_job_t *job)
@@ -105,12 +104,6 @@ static epmoe_status_t run_silu(const op_args_t *args, epmoe_stream_t stream)
     return epmoe_silu_and_mul(&args->silu, stream);
 }
 
-static void place_silu(const op_job_t *job, op_args_t *args)
-{
-    args->silu.x = op_twin(job, args->silu.x);
-    args->silu.y = op_twin(job, args->silu.y);
-}
-
 static epmoe_status_t reference_silu(op_job_t *job)
 {
     epmoe_silu_and_mul_args_t args;
@@ -118,6 +111,8 @@ static epmoe_status_t reference_silu(op_job_t *job)
     args.y = job->outputs[0].ref;
     return epmoei_silu_and_mul_ref(&args, NULL);
 }
+
+static const size_t silu_pointers[] = {OP_AT(silu.x), OP_AT(silu.y), 0};
 
 static epmoe_status_t make_silu(op_job_t *job)
 {
@@ -144,13 +139,6 @@ static epmoe_status_t make_silu(op_job_t *job)
 
 static epmoe_status_t run_sum(const op_args_t *args, epmoe_stream_t stream) { return epmoe_sum(&args->sum, stream); }
 
-static void place_sum(const op_job_t *job, op_args_t *args)
-{
-    args->sum.y = op_twin(job, args->sum.y);
-    args->sum.weights = op_twin(job, args->sum.weights);
-    args->sum.out = op_twin(job, args->sum.out);
-}
-
 static epmoe_status_t reference_sum(op_job_t *job)
 {
     epmoe_sum_args_t args;
@@ -158,6 +146,8 @@ static epmoe_status_t reference_sum(op_job_t *job)
     args.out = job->outputs[0].ref;
     return epmoei_sum_ref(&args, NULL);
 }
+
+static const size_t sum_pointers[] = {OP_AT(sum.y), OP_AT(sum.weights), OP_AT(sum.out), 0};
 
 static epmoe_status_t make_sum(op_job_t *job)
 {
@@ -179,6 +169,6 @@ static epmoe_status_t make_sum(op_job_t *job)
     return EPMOE_OK;
 }
 
-const op_kind_t op_grouped_gemm = {"grouped_gemm", make_gemm, place_gemm, run_gemm, reference_gemm, NULL};
-const op_kind_t op_silu_and_mul = {"silu_and_mul", make_silu, place_silu, run_silu, reference_silu, NULL};
-const op_kind_t op_sum = {"sum", make_sum, place_sum, run_sum, reference_sum, NULL};
+const op_kind_t op_grouped_gemm = {"grouped_gemm", make_gemm, gemm_pointers, run_gemm, reference_gemm, NULL};
+const op_kind_t op_silu_and_mul = {"silu_and_mul", make_silu, silu_pointers, run_silu, reference_silu, NULL};
+const op_kind_t op_sum = {"sum", make_sum, sum_pointers, run_sum, reference_sum, NULL};

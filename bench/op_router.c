@@ -83,21 +83,18 @@ static int64_t judge_router(const op_job_t *job, double *worst)
     return aligns && !wrong ? judge_order(job) : wrong;
 }
 
-static void place_router(const op_job_t *job, op_args_t *args)
-{
-    epmoei_route_args_t *route = &args->route;
-    route->x = op_twin(job, route->x);
-    route->weight = op_twin(job, route->weight);
-    route->bias = op_twin(job, route->bias);
-    route->logits = op_twin(job, route->logits);
-    route->topk.selection_bias = op_twin(job, route->topk.selection_bias);
-    route->topk.ids = op_twin(job, route->topk.ids);
-    route->topk.weights = op_twin(job, route->topk.weights);
-    route->sorted_ids = op_twin(job, route->sorted_ids);
-    route->num_post_padded = op_twin(job, route->num_post_padded);
-    route->expert_offsets = op_twin(job, route->expert_offsets);
-    route->workspace = op_twin(job, route->workspace);
-}
+static const size_t router_pointers[] = {OP_AT(route.x),
+                                         OP_AT(route.weight),
+                                         OP_AT(route.bias),
+                                         OP_AT(route.logits),
+                                         OP_AT(route.topk.selection_bias),
+                                         OP_AT(route.topk.ids),
+                                         OP_AT(route.topk.weights),
+                                         OP_AT(route.sorted_ids),
+                                         OP_AT(route.num_post_padded),
+                                         OP_AT(route.expert_offsets),
+                                         OP_AT(route.workspace),
+                                         0};
 
 static epmoe_status_t make_router(op_job_t *job)
 {
@@ -136,4 +133,4 @@ static epmoe_status_t make_router(op_job_t *job)
     return EPMOE_OK;
 }
 
-const op_kind_t op_router = {"router", make_router, place_router, run_router, NULL, judge_router};
+const op_kind_t op_router = {"router", make_router, router_pointers, run_router, NULL, judge_router};

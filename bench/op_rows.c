@@ -31,13 +31,8 @@ static int64_t judge_topk(const op_job_t *job, double *worst)
     return wrong;
 }
 
-static void place_topk(const op_job_t *job, op_args_t *args)
-{
-    args->topk.logits = op_twin(job, args->topk.logits);
-    args->topk.selection_bias = op_twin(job, args->topk.selection_bias);
-    args->topk.ids = op_twin(job, args->topk.ids);
-    args->topk.weights = op_twin(job, args->topk.weights);
-}
+static const size_t topk_pointers[] = {OP_AT(topk.logits), OP_AT(topk.selection_bias), OP_AT(topk.ids),
+                                       OP_AT(topk.weights), 0};
 
 epmoe_topk_args_t op_topk_args(const op_job_t *job)
 {
@@ -80,16 +75,6 @@ static epmoe_status_t run_align(const op_args_t *args, epmoe_stream_t stream)
     return epmoe_align_block_size(&args->align, stream);
 }
 
-static void place_align(const op_job_t *job, op_args_t *args)
-{
-    args->align.ids = op_twin(job, args->align.ids);
-    args->align.sorted_ids = op_twin(job, args->align.sorted_ids);
-    args->align.expert_ids = op_twin(job, args->align.expert_ids);
-    args->align.num_post_padded = op_twin(job, args->align.num_post_padded);
-    args->align.expert_offsets = op_twin(job, args->align.expert_offsets);
-    args->align.workspace = op_twin(job, args->align.workspace);
-}
-
 static epmoe_status_t reference_align(op_job_t *job)
 {
     epmoe_align_args_t args;
@@ -100,6 +85,14 @@ static epmoe_status_t reference_align(op_job_t *job)
     args.expert_ids = job->outputs[3].ref;
     return epmoei_align_ref(&args, NULL);
 }
+
+static const size_t align_pointers[] = {OP_AT(align.ids),
+                                        OP_AT(align.sorted_ids),
+                                        OP_AT(align.expert_ids),
+                                        OP_AT(align.num_post_padded),
+                                        OP_AT(align.expert_offsets),
+                                        OP_AT(align.workspace),
+                                        0};
 
 static epmoe_status_t make_align(op_job_t *job)
 {
@@ -134,15 +127,6 @@ static epmoe_status_t run_permute(const op_args_t *args, epmoe_stream_t stream)
     return epmoe_permute(&args->permute, stream);
 }
 
-static void place_permute(const op_job_t *job, op_args_t *args)
-{
-    args->permute.x = op_twin(job, args->permute.x);
-    args->permute.sorted_ids = op_twin(job, args->permute.sorted_ids);
-    args->permute.num_rows = op_twin(job, args->permute.num_rows);
-    args->permute.y = op_twin(job, args->permute.y);
-    args->permute.inverse = op_twin(job, args->permute.inverse);
-}
-
 static epmoe_status_t reference_permute(op_job_t *job)
 {
     epmoe_permute_args_t args;
@@ -151,6 +135,9 @@ static epmoe_status_t reference_permute(op_job_t *job)
     args.inverse = job->outputs[1].ref;
     return epmoei_permute_ref(&args, NULL);
 }
+
+static const size_t permute_pointers[] = {OP_AT(permute.x), OP_AT(permute.sorted_ids), OP_AT(permute.num_rows),
+                                          OP_AT(permute.y), OP_AT(permute.inverse),    0};
 
 static epmoe_status_t make_permute(op_job_t *job)
 {
@@ -182,14 +169,6 @@ static epmoe_status_t run_unpermute(const op_args_t *args, epmoe_stream_t stream
     return epmoe_unpermute(&args->unpermute, stream);
 }
 
-static void place_unpermute(const op_job_t *job, op_args_t *args)
-{
-    args->unpermute.y = op_twin(job, args->unpermute.y);
-    args->unpermute.inverse = op_twin(job, args->unpermute.inverse);
-    args->unpermute.weights = op_twin(job, args->unpermute.weights);
-    args->unpermute.out = op_twin(job, args->unpermute.out);
-}
-
 static epmoe_status_t reference_unpermute(op_job_t *job)
 {
     epmoe_unpermute_args_t args;
@@ -197,6 +176,9 @@ static epmoe_status_t reference_unpermute(op_job_t *job)
     args.out = job->outputs[0].ref;
     return epmoei_unpermute_ref(&args, NULL);
 }
+
+static const size_t unpermute_pointers[] = {OP_AT(unpermute.y), OP_AT(unpermute.inverse), OP_AT(unpermute.weights),
+                                            OP_AT(unpermute.out), 0};
 
 static epmoe_status_t make_unpermute(op_job_t *job)
 {
@@ -225,7 +207,8 @@ static epmoe_status_t make_unpermute(op_job_t *job)
     return EPMOE_OK;
 }
 
-const op_kind_t op_topk = {"topk", make_topk, place_topk, run_topk, NULL, judge_topk};
-const op_kind_t op_align = {"align", make_align, place_align, run_align, reference_align, NULL};
-const op_kind_t op_permute = {"permute", make_permute, place_permute, run_permute, reference_permute, NULL};
-const op_kind_t op_unpermute = {"unpermute", make_unpermute, place_unpermute, run_unpermute, reference_unpermute, NULL};
+const op_kind_t op_topk = {"topk", make_topk, topk_pointers, run_topk, NULL, judge_topk};
+const op_kind_t op_align = {"align", make_align, align_pointers, run_align, reference_align, NULL};
+const op_kind_t op_permute = {"permute", make_permute, permute_pointers, run_permute, reference_permute, NULL};
+const op_kind_t op_unpermute = {"unpermute",   make_unpermute,      unpermute_pointers,
+                                run_unpermute, reference_unpermute, NULL};

@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t peers_of(int32_t expert, int32_t id_bits)
 __device__ __forceinline__ void count_bad(const align_params_t &p, bool bad)
 {
     uint32_t bads = __ballot_sync(kAll, bad);
-    if (bads && threadIdx.x % 32 == 0 && p.error_word) atomicAdd(p.error_word, __popc(bads));
+    if (bads && threadIdx.x % 32 == 0) epmoei_count_bad(p.error_word, __popc(bads));
 }
 
 /* An expert_map entry below -1 is as bad as such an id. All threads of one block call. */

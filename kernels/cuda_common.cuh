@@ -57,6 +57,12 @@ template <typename T> struct __align__(16) epmoei_vec16
     T element[kCount];
 };
 
+/* Adds to epmoei_error_word, which may be NULL. Of the system's scope: the word lies in host memory. */
+__device__ __forceinline__ void epmoei_count_bad(int32_t *error_word, int32_t count)
+{
+    if (error_word) atomicAdd_system(error_word, count);
+}
+
 /* num_tokens, or what the device says, never more. */
 __device__ __forceinline__ int32_t epmoei_device_tokens(const int32_t *num_tokens_dev, int32_t num_tokens)
 {

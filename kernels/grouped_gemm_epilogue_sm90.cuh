@@ -21,7 +21,7 @@ constexpr int kStagingBytes = 8192; /* of a warpgroup */
 struct epilogue_t {
     char *staging;        /* [kStagingBytes], this warpgroup's */
     const int32_t *rows;  /* [max_n] row of y, or -1 */
-    const float *weights; /* [max_n] */
+    const float2 *scales; /* [max_n] what multiplies the token's products, and its outputs */
     int32_t num_rows;
     int32_t expert;
     int32_t col;   /* first output of this warpgroup */
@@ -30,10 +30,10 @@ struct epilogue_t {
     float bias[2]; /* gated: gate and up; plain: of weight row lane/4 of this warp's 16 and of the one 8 below */
 };
 
-/* What silu, swiglu_oai and gelu_tanh have in common: gate * sigmoid(gate * (linear + cubic * gate^2)) * (up + shift),
- * after the clamp. */
+/* What silu, swiglu_oai and gelu_tanh have in common, after the clamp: gate * sigmoid(gate * (linear + cubic * gate^2))
+ * * (up + shift). Without branches, so that the outputs of a thread overlap. */
 struct sigmoid_family_t {
-    float linear;
+    float linear; /* both times -log2(e), for exp2 */
     float cubic;
     float shift;
     float limit; /* +inf = none */
@@ -41,20 +41,20 @@ struct sigmoid_family_t {
 
 __device__ __forceinline__ sigmoid_family_t sigmoid_family(const gemm_params_t &p)
 {
-    sigmoid_family_t f = {1.0f, 0.0f, 0.0f, p.limit > 0.0f ? p.limit : INFINITY};
-    if (p.activation == EPMOE_ACTIVATION_SWIGLU_OAI) f.linear = p.alpha, f.shift = 1.0f;
-    if (p.activation == EPMOE_ACTIVATION_GELU_TANH) f.linear = 1.5957691f, f.cubic = 1.5957691f * 0.044715f;
+    const float minus_log2e = -1.44269504f;
+    sigmoid_family_t f = {minus_log2e, 0.0f, 0.0f, p.limit > 0.0f ? p.limit : INFINITY};
+    if (p.activation == EPMOE_ACTIVATION_SWIGLU_OAI) f.linear = p.alpha * minus_log2e, f.shift = 1.0f;
+    if (p.activation == EPMOE_ACTIVATION_GELU_TANH) f.linear = 1.5957691f * minus_log2e, f.cubic = f.linear * 0.044715f;
     return f;
 }
 
 __device__ __forceinline__ float sigmoid_gate(const sigmoid_family_t &f, float gate, float up)
 {
-    /* Comparisons keep a NaN, which fminf drops. */
-    gate = gate > f.limit ? f.limit : gate;
-    up = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
-    float slope = f.linear;
-    if (f.cubic != 0.0f) slope += f.cubic * gate * gate; /* 0 * inf would make a NaN */
-    return epmoei_gate_device(gate, epmoei_sigmoid_device(gate * slope)) * (up + f.shift);
+    gate = ptx_min_nan(gate, f.limit);
+    up = ptx_max_nan(ptx_min_nan(up, f.limit), -f.limit);
+    const float square = fminf(gate * gate, 3.4028235e38f); /* 0 * inf would make a NaN */
+    const float fraction = ptx_reciprocal(1.0f + ptx_exp2(gate * (f.linear + f.cubic * square)));
+    return epmoei_gate_device(gate, fraction) * (up + f.shift);
 }
 
 /* Barrier numbers are immediates: one in a register would reserve all sixteen. */
@@ -81,15 +81,38 @@ __device__ __forceinline__ uint32_t pack_pair(float a, float b, __half)
 template <int kTokens, int kChunks>
 __device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilogue_t &e, int first)
 {
-    const int count = min(kTokens, e.num_rows - first) * kChunks;
-#pragma unroll 4
-    for (int i = e.tid; i < count; i += kWarpgroup) {
-        const int token = i / kChunks, chunk = i % kChunks, col = e.col + chunk * 8;
+    const int chunk = e.tid % kChunks, col = e.col + chunk * 8;
+    if (col >= p.n_out) return;
+#pragma unroll
+    for (int i = 0; i < kTokens * kChunks / kWarpgroup; i++) {
+        const int token = e.tid / kChunks + i * (kWarpgroup / kChunks);
         const int swizzle = kChunks == 8 ? token & 7 : token >> 1 & 3;
+        if (first + token >= e.num_rows) return;
         const int32_t row = e.rows[first + token];
-        if (row < 0 || col >= p.n_out) continue;
+        if (row < 0) continue;
         uint4 *to = (uint4 *)((char *)p.y + ((int64_t)row * p.n_out + col) * 2);
         *to = *(const uint4 *)(e.staging + token * kChunks * 16 + ((chunk ^ swizzle) << 4));
+    }
+}
+
+/* The accumulators of 32 tokens. Registers cannot be indexed, and unrolled the epilogue would be more code than the
+ * instruction cache holds: a part of it costs more to fetch than to run. So the copies are all there is of each part.
+ */
+constexpr int kPartTokens = 32;
+__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[128], int index)
+{
+    switch (index) {
+#define PART(n)                                                                                                        \
+    case n: _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i]; break
+        PART(0);
+        PART(1);
+        PART(2);
+        PART(3);
+        PART(4);
+        PART(5);
+        PART(6);
+    default: PART(7);
+#undef PART
     }
 }
 
@@ -97,36 +120,32 @@ __device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilo
 template <typename T>
 __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
 {
+    constexpr int kTokens = 128;
     const int lane = e.tid % 32, warp = e.tid / 32;
     const uint32_t staging = ptx_shared_address(e.staging);
     const sigmoid_family_t family = sigmoid_family(p);
-#pragma unroll
-    for (int first = 0; first < 256; first += 128) {
-        if (first >= e.num_rows) break;
+#pragma unroll 1
+    for (int first = 0; first < e.num_rows; first += kTokens) {
         warpgroup_barrier(e.group); /* what was staged before is read */
-#pragma unroll
-        for (int part = 0; part < 128; part += 32) {
-            if (first + part >= e.num_rows) break;
+#pragma unroll 1
+        for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
+            float part[16];
             uint32_t packed[4];
+            select_part(part, acc, token / kPartTokens);
 #pragma unroll
             for (int b = 0; b < 4; b++) {
-                const int j = (first + part) / 8 + b;
-                const float2 weight = *(const float2 *)(e.weights + 8 * j + 2 * (lane % 4));
-                const float in[2] = {p.weight_on_input ? weight.x : 1.0f, p.weight_on_input ? weight.y : 1.0f};
-                float out[2];
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    out[t] = sigmoid_gate(family, acc[4 * j + t] * in[t] + e.bias[0],
-                                          acc[4 * j + 2 + t] * in[t] + e.bias[1]);
-                    if (!p.weight_on_input) out[t] *= t ? weight.y : weight.x;
-                }
-                packed[b] = pack_pair(out[0], out[1], T());
+                /* x and y: in and out of the first token; z and w of the second. */
+                const float4 scale = *(const float4 *)(e.scales + token + 8 * b + 2 * (lane % 4));
+                const float *v = part + 4 * b;
+                packed[b] = pack_pair(
+                    scale.y * sigmoid_gate(family, v[0] * scale.x + e.bias[0], v[2] * scale.x + e.bias[1]),
+                    scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
             }
-            const int token = part + lane;
-            ptx_stmatrix_x4_trans(staging + token * 64 + ((warp ^ (token >> 1 & 3)) << 4), packed);
+            const int row = token - first + lane;
+            ptx_stmatrix_x4_trans(staging + row * 64 + ((warp ^ (row >> 1 & 3)) << 4), packed);
         }
         warpgroup_barrier(e.group);
-        store_staged<128, 4>(p, e, first);
+        store_staged<kTokens, 4>(p, e, first);
     }
 }
 
@@ -134,60 +153,59 @@ __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilog
 template <typename T>
 __device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
 {
+    constexpr int kTokens = 64;
     const int lane = e.tid % 32, warp = e.tid / 32;
     const uint32_t staging = ptx_shared_address(e.staging);
-#pragma unroll
-    for (int first = 0; first < 256; first += 64) {
-        if (first >= e.num_rows) break;
+#pragma unroll 1
+    for (int first = 0; first < e.num_rows; first += kTokens) {
         warpgroup_barrier(e.group);
+#pragma unroll 1
+        for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
+            float part[16];
+            select_part(part, acc, token / kPartTokens);
 #pragma unroll
-        for (int part = 0; part < 64; part += 16) {
-            if (first + part >= e.num_rows) break;
-            uint32_t packed[4];
+            for (int pair = 0; pair < 2; pair++) {
+                uint32_t packed[4];
 #pragma unroll
-            for (int b = 0; b < 2; b++) {
-                const int j = (first + part) / 8 + b;
-                const float2 weight = *(const float2 *)(e.weights + 8 * j + 2 * (lane % 4));
+                for (int b = 0; b < 2; b++) {
+                    const int block = 2 * pair + b;
+                    const float4 scale = *(const float4 *)(e.scales + token + 8 * block + 2 * (lane % 4));
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float v0 = acc[4 * j + 2 * half], v1 = acc[4 * j + 2 * half + 1];
-                    if (p.weight_on_input)
-                        v0 = v0 * weight.x + e.bias[half], v1 = v1 * weight.y + e.bias[half];
-                    else
-                        v0 = (v0 + e.bias[half]) * weight.x, v1 = (v1 + e.bias[half]) * weight.y;
-                    packed[2 * b + half] = pack_pair(v0, v1, T());
+                    for (int half = 0; half < 2; half++) {
+                        const float *v = part + 4 * block + 2 * half;
+                        packed[2 * b + half] = pack_pair((v[0] * scale.x + e.bias[half]) * scale.y,
+                                                         (v[1] * scale.z + e.bias[half]) * scale.w, T());
+                    }
                 }
+                const int row = token - first + 16 * pair + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+                ptx_stmatrix_x4_trans(staging + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
             }
-            const int token = part + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-            ptx_stmatrix_x4_trans(staging + token * 128 + ((chunk ^ (token & 7)) << 4), packed);
         }
         warpgroup_barrier(e.group);
-        store_staged<64, 8>(p, e, first);
+        store_staged<kTokens, 8>(p, e, first);
     }
 }
 
 /* 32 tokens at a time, as fp32. */
 __device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
 {
-    constexpr int kTokens = 32, kStep = 4;
+    constexpr int kTokens = kPartTokens, kStep = 4;
     const int lane = e.tid % 32, warp = e.tid / 32;
     float *staging = (float *)e.staging; /* [kTokens][64], blocks of 8 swizzled by the token */
     const float *bias = p.bias ? p.bias + (int64_t)e.expert * p.n : nullptr;
     const int cols = p.gated ? 32 : 64;
 #pragma unroll 1
     for (int chunk = 0; chunk * kTokens < e.num_rows; chunk++) {
+        float part[16];
+        select_part(part, acc, chunk);
         warpgroup_barrier(e.group);
-        /* Registers cannot be indexed: the chunk selects one of the copies of this code. */
 #pragma unroll
-        for (int i = 0; i < 256 / kTokens; i++)
-            if (i == chunk)
+        for (int b = 0; b < kTokens / 8; b++)
 #pragma unroll
-                for (int b = 0; b < kTokens / 8; b++)
-#pragma unroll
-                    for (int r = 0; r < 4; r++) {
-                        const int token = b * 8 + 2 * (lane % 4) + r % 2, row = warp * 16 + lane / 4 + r / 2 * 8;
-                        staging[token * 64 + (row ^ (token / 2 % 4 * 8))] = acc[(i * (kTokens / 8) + b) * 4 + r];
-                    }
+            for (int r = 0; r < 4; r++) {
+                const int token = b * 8 + 2 * (lane % 4) + r % 2, row = warp * 16 + lane / 4 + r / 2 * 8;
+                staging[token * 64 + (row ^ (token / 2 % 4 * 8))] = part[4 * b + r];
+            }
         warpgroup_barrier(e.group);
         const int count = min(kTokens, e.num_rows - chunk * kTokens) * (cols / kStep);
 #pragma unroll 1
@@ -197,10 +215,10 @@ __device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue
             if (row < 0 || col >= p.n_out) continue;
             const int gate = p.gated ? local / 8 * 16 + local % 8 : local, swizzle = token / 2 % 4 * 8;
             const float *from = staging + token * 64;
-            const float weight = e.weights[chunk * kTokens + token];
+            const float2 scale = e.scales[chunk * kTokens + token];
             gemm_store_run<kStep>(p, (int64_t)row * p.n_out + col, p.n_out - col, [&](int j) {
                 const float a = from[(gate + j) ^ swizzle], b = p.gated ? from[(gate + 8 + j) ^ swizzle] : 0.0f;
-                return gemm_finish(p, bias, weight, p.gated ? 2 * (col + j) : col + j, a, b);
+                return gemm_finish(p, bias, scale.x * scale.y, p.gated ? 2 * (col + j) : col + j, a, b);
             });
         }
     }

@@ -32,9 +32,10 @@ constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
 
 struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: 64, 128 or 256 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t fast;    /* epilogue_is_fast */
+    int32_t max_n;  /* most tokens of a tile: 64, 128 or 256 */
+    int32_t stages; /* <= kMostStages */
+    int32_t fast;   /* epilogue_is_fast */
+    int32_t flat;
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
 };
 
@@ -74,7 +75,7 @@ struct shared_layout {
     {
         staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
         notes = staging + 2 * kStagingBytes;
-        notes_bytes = (int32_t)sizeof(notes_t) + 2 * l.max_n * 4;
+        notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
         barriers = notes + 2 * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
     }
@@ -152,7 +153,42 @@ struct block_t {
 
     __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
-    __device__ __forceinline__ float *weights_of(int32_t i) const { return (float *)(rows_of(i) + line.max_n); }
+    __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
+};
+
+/* The steps of this block's tiles in order, and what the copies of a step need. */
+struct walk_t {
+    int64_t index;
+    tile_t tile;
+    int32_t step;
+    int32_t w_row;   /* of the tensor map: plain weight rows, */
+    int32_t w_group; /* or groups of 8 gate and 8 up rows */
+    int32_t first;   /* this block's part of the tile's tokens */
+    int32_t part;
+
+    /* On the tile at index or the next one that has rows; false behind the last. */
+    __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
+    {
+        for (; index < b.tiles; index += b.tile_step) {
+            tile = find_tile(p, b.cumulative, index, b.clusters);
+            if (tile.rows == 0) continue;
+            const int32_t block = tile.cluster * b.line.cluster + b.rank;
+            const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+            step = 0;
+            w_row = p.gated && !b.line.flat ? 0 : block * kBlockW;
+            w_group = p.gated && !b.line.flat ? block * (kBlockW / 16) : 0;
+            first = b.rank * half;
+            part = b.rank == 0 ? half : tile.width - half;
+            return true;
+        }
+        return false;
+    }
+    __device__ __forceinline__ bool advance(const gemm_params_t &p, const block_t &b)
+    {
+        if (++step < b.k_steps) return true;
+        index += b.tile_step;
+        return enter(p, b);
+    }
 };
 
 /* One thread. */
@@ -161,30 +197,24 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
-    for (int64_t index = b.first_tile; index < b.tiles; index += b.tile_step) {
-        const tile_t tile = find_tile(p, b.cumulative, index, b.clusters);
-        if (tile.rows == 0) continue;
-        const int32_t block = tile.cluster * b.line.cluster + b.rank;
-        /* This block's part of the tokens. */
-        const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
-        const int32_t first = b.rank * half, part = b.rank == 0 ? half : tile.width - half;
-        const int32_t w_row = p.gated ? 0 : block * kBlockW, w_group = p.gated ? block * (kBlockW / 16) : 0;
-        for (int step = 0; step < b.k_steps; step++, ring.advance(b.line.stages)) {
-            const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
-            wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-            ptx_mbarrier_arrive_expect(done, kWeightBytes + tile.width * kBlockK * 2);
-            ptx_tma_load_5d(to, w_map, done, step * kBlockK, w_row, 0, w_group, tile.expert);
-            int32_t token = first;
+    walk_t at;
+    at.index = b.first_tile;
+    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+        const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
+        const int32_t k = at.step * kBlockK;
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
+        ptx_tma_load_5d(to, w_map, done, k, at.w_row, 0, at.w_group, at.tile.expert);
+        int32_t token = at.first;
 #pragma unroll
-            for (int i = kXMaps - 1; i >= 0; i--) {
-                if (!(part & 8 << i)) continue;
-                const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
-                if (b.line.cluster == 1)
-                    ptx_tma_load_2d(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token);
-                else
-                    ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, step * kBlockK, tile.row + token, 3);
-                token += 8 << i;
-            }
+        for (int i = kXMaps - 1; i >= 0; i--) {
+            if (!(at.part & 8 << i)) continue;
+            const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
+            if (b.line.cluster == 1)
+                ptx_tma_load_2d(x_to, &x_maps->map[i], done, k, at.tile.row + token);
+            else
+                ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, k, at.tile.row + token, 3);
+            token += 8 << i;
         }
     }
 }
@@ -208,7 +238,8 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
             if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
             if (slot >= p.num_slots) slot = -1;
             b.rows_of(ring.stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
-            b.weights_of(ring.stage)[i] = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+            const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+            b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
         }
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
         __syncwarp();
@@ -268,7 +299,7 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
         e.rows = b.rows_of(notes.stage);
-        e.weights = b.weights_of(notes.stage);
+        e.scales = b.scales_of(notes.stage);
         e.num_rows = tile.rows;
         e.expert = tile.expert;
         e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
@@ -304,7 +335,7 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
             WIDTH(256);
 #undef WIDTH
         }
-        store_tile<T>(p, b.line.fast, e, acc);
+        if (b.line.fast != 2) store_tile<T>(p, b.line.fast, e, acc);
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
@@ -351,13 +382,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<40>();
+        ptx_setmaxnreg_dec<56>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
     } else {
-        ptx_setmaxnreg_inc<232>();
+        ptx_setmaxnreg_inc<224>();
         consume<T>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
@@ -400,7 +431,7 @@ epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_
     cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
     cuuint64_t strides[4] = {row, n * row, n * row, n * row};
     cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
-    if (p->gated) {
+    if (p->gated && !getenv("EPX_3D")) {
         dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
         strides[0] = p->interleaved ? 2 * row : row;
         strides[1] = p->interleaved ? row : f * row;
@@ -453,7 +484,9 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     int32_t bytes = 0;
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
     while (!choose_pipeline(args, max_n, &line, &bytes)) max_n /= 2;
+    line.flat = getenv("EPX_3D") != 0;
     line.fast = epilogue_is_fast(args, args->x_dtype);
+    if (getenv("EPX_NOEPI")) line.fast = 2;
 
     CUtensorMap w_map;
     x_maps_t x_maps;

@@ -13,9 +13,9 @@ extern "C" {
  * mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache. */
 int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
 
-/* Most tokens of a tile of the sm90 tier: 64, 128 (more stages in flight, for streaming weights) or 256 (more arithmetic
- * per byte of shared memory). Within it a tile is as wide as its expert's rows need; the mean plus a few of its roots
- * fits, since an expert cut into two tiles copies its weights into shared memory twice. */
+/* Most tokens of a tile of the sm90 tier: 64, 128 (more stages in flight, for streaming weights) or 256 (more
+ * arithmetic per byte of shared memory). Within it a tile is as wide as its expert's rows need; the mean plus a few of
+ * its roots fits, since an expert cut into two tiles copies its weights into shared memory twice. */
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows);
 
 #ifdef __cplusplus

@@ -2,6 +2,7 @@
 
 #include "base/device.h"
 #include "kernels/align.h"
+#include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
 #include "kernels/route.h"
@@ -56,6 +57,8 @@ static void init_tables(void)
         .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm80,
         .silu_and_mul = epmoei_silu_and_mul_sm80,
         .sum = epmoei_sum_sm80,
+        .experts_few_gate_up = epmoei_experts_few_gate_up_sm80,
+        .experts_few_down = epmoei_experts_few_down_sm80,
         .route = epmoei_route_sm80,
     };
     sm90_table = sm80_table;

@@ -20,9 +20,9 @@ static const int kRowsInFlight = 4;
 
 __device__ __forceinline__ void note_position(const permute_t &p, int32_t slot, int32_t row)
 {
-    if (slot < 0) {
-        if (p.error_word) atomicAdd(p.error_word, 1);
-    } else if (slot < p.num_slots && p.inverse)
+    if (slot < 0)
+        epmoei_count_bad(p.error_word, 1);
+    else if (slot < p.num_slots && p.inverse)
         atomicMax(&p.inverse[slot], row); /* the last of several positions stays, in whatever order the blocks run */
 }
 
@@ -33,7 +33,7 @@ template <typename Unit> static __global__ void __launch_bounds__(256) permute_k
     if (col >= p.units) return;
     int32_t given = *p.num_rows;
     int32_t num_rows = given < 0 ? 0 : given < p.max_rows ? given : p.max_rows;
-    if (given != num_rows && col == 0 && blockIdx.y == 0 && p.error_word) atomicAdd(p.error_word, 1);
+    if (given != num_rows && col == 0 && blockIdx.y == 0) epmoei_count_bad(p.error_word, 1);
     for (int64_t first = blockIdx.y; first < num_rows; first += (int64_t)kRowsInFlight * gridDim.y) {
         int32_t slots[kRowsInFlight];
         Unit units[kRowsInFlight];

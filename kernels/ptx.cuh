@@ -28,6 +28,58 @@ template <int kPending> __device__ __forceinline__ void ptx_cp_async_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/* A NaN on either side stays, which fminf and fmaxf drop. */
+__device__ __forceinline__ float ptx_min_nan(float a, float b)
+{
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ float ptx_max_nan(float a, float b)
+{
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+/* Within 2 ulp; subnormal results are 0. */
+__device__ __forceinline__ float ptx_exp2(float x)
+{
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float ptx_reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* 16 bytes that are read once and that nobody writes while the kernel runs, past the first-level cache; zeros and no
+ * access where not `valid`. */
+__device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool valid)
+{
+    uint4 v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+                 "mov.b32 %3, 0;\n@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(global), "r"((uint32_t)valid));
+    return v;
+}
+
+/* The same by way of the first-level cache, of what an earlier kernel or this one wrote. */
+__device__ __forceinline__ uint4 ptx_load_16(const void *global, bool valid)
+{
+    uint4 v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+                 "mov.b32 %3, 0;\n@p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(global), "r"((uint32_t)valid)
+                 : "memory");
+    return v;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane i gives the row address i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared)
 {

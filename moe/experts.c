@@ -3,6 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "kernels/activation.h"
+#include "kernels/experts_few.h"
 #include "kernels/op_check.h"
 #include "kernels/sum.h"
 
@@ -254,6 +255,28 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t 
     return EPMOE_OK;
 }
 
+/* Nothing is sorted, and the second product sums. */
+static epmoe_status_t run_few(const epmoe_experts_args_t *args, const plan_t *plan,
+                              const epmoei_kernel_table_t *kernels, epmoe_stream_t stream, epmoei_stages_t *stages)
+{
+    EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
+    EPMOEI_CHECK(kernels->experts_few_gate_up(args, plan->h, stream));
+    EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
+    EPMOEI_CHECK(kernels->experts_few_down(args, plan->h, stream));
+    EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
+    return epmoei_stages_end(stages, EPMOE_STAGE_COMBINE);
+}
+
+static epmoe_status_t run(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned, epmoe_stream_t stream,
+                          epmoei_stages_t *stages)
+{
+    const epmoei_kernel_table_t *kernels;
+    EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
+    return kernels->experts_few_gate_up && epmoei_experts_few_takes(args)
+               ? run_few(args, plan, kernels, stream, stages)
+               : run_chunks(args, plan, aligned, stream, stages);
+}
+
 epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order)
 {
     plan_t plan;
@@ -272,10 +295,9 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned
     EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
     /* The GEMM takes as many threads as it finds room for: since the workspace was made there may be more. */
     plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
-    /* What this call's align finds is for the next call, and must not end this one half way, whenever the device gets
-     * there. */
+    /* What this call finds is for the next one, and must not end this one half way, whenever the device gets there. */
     epmoei_error_word_hold(1);
-    epmoe_status_t status = run_chunks(args, &plan, aligned, stream, stages);
+    epmoe_status_t status = run(args, &plan, aligned, stream, stages);
     epmoei_error_word_hold(-1);
     return status;
 }

@@ -109,6 +109,7 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
     epmoe_status_t status = layer ? epmoei_layer_config_check(config, &checked)
                                   : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a layer");
     if (status == EPMOE_OK && comm->backend == EPMOE_BACKEND_CUDA) status = check_cuda(&checked);
+    if (status == EPMOE_OK) status = epmoei_comm_check_device(comm);
     if (status == EPMOE_OK && !out) status = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     status = agree(comm, status, &checked);
     if (status != EPMOE_OK) goto fail;

@@ -3,6 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
+#include "kernels/experts_few.h"
 #include "kernels/route.h"
 #include "moe/experts.h"
 
@@ -269,7 +270,7 @@ static epmoe_status_t run_local(forward_t *forward)
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
     epmoei_experts_order_t order = {0};
-    bool aligned = layer->backend == EPMOE_BACKEND_CUDA &&
+    bool aligned = layer->backend == EPMOE_BACKEND_CUDA && !epmoei_experts_few_takes(&experts) &&
                    epmoei_route_aligns(args->num_tokens, layer->config.num_experts, layer->config.top_k);
     if (aligned && args->num_tokens) EPMOEI_CHECK(epmoei_experts_order(&experts, &order));
     EPMOEI_CHECK(route(forward, &order));

@@ -46,8 +46,8 @@ static epmoe_format_t merge_format(epmoe_format_t so_far, epmoe_dtype_t dtype)
     return so_far == EPMOE_FORMAT_NONE || so_far == format ? format : EPMOE_FORMAT_F32;
 }
 
-/* Tensor cores multiply two matrices of one type: weights take the activations'. A router in fp32 keeps logits exact
- * that 16 bits would not, so it is refused rather than rounded. */
+/* Tensor cores multiply two matrices of one type: weights take the activations'. A router that would lose significant
+ * bits could choose other experts, so it is refused; bf16's eight fit into fp16. */
 static epmoe_status_t fit_cuda_formats(const epmoe_layer_t *layer, epmoei_layer_formats_t *formats)
 {
     epmoe_format_t format = epmoei_format_of_dtype(layer->config.dtype);
@@ -55,10 +55,15 @@ static epmoe_status_t fit_cuda_formats(const epmoe_layer_t *layer, epmoei_layer_
                                         &formats->shared_down};
     for (size_t i = 0; i < sizeof matrices / sizeof matrices[0]; i++)
         if (*matrices[i] != EPMOE_FORMAT_NONE) *matrices[i] = format;
+    epmoe_dtype_t dtype = layer->config.dtype;
     bool has_router = layer->config.num_experts > 0 || layer->config.shared_gated;
-    if (has_router && formats->router == EPMOE_F32)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "the router is f32: on CUDA it must be bf16 or fp16");
-    formats->router = layer->config.dtype;
+    if (has_router && formats->router != EPMOE_BF16 && formats->router != dtype)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "the router is %s and config.dtype %s: on CUDA it must be bf16%s, since rounding it could "
+                           "choose other experts",
+                           epmoe_dtype_string(formats->router), epmoe_dtype_string(dtype),
+                           dtype == EPMOE_F16 ? " or f16" : "");
+    formats->router = dtype;
     return EPMOE_OK;
 }
 
@@ -193,6 +198,7 @@ static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writ
                               const epmoei_layer_formats_t *formats)
 {
     EPMOEI_CHECK(put_common(layer, writer, common));
+    if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     int64_t matrix = (int64_t)layer->config.hidden * layer->config.intermediate;
     int64_t expert_bytes = matrix * (2 * epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)) +
                                      epmoe_dtype_size(epmoei_dtype_of_format(formats->down)));
@@ -201,10 +207,12 @@ static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writ
         EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
         EPMOEI_CHECK(put_routed(layer, writer, e, &expert));
         const epmoe_load_options_t *options = source->options;
-        if (!options || !options->progress) continue;
-        EPMOEI_CHECK(epmoei_writer_wait(writer));
-        if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
-            return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
+        if (options && options->progress) {
+            EPMOEI_CHECK(epmoei_writer_wait(writer));
+            if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
+                return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
+        }
+        if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     }
     return epmoei_writer_wait(writer);
 }

@@ -9,7 +9,8 @@
 typedef struct epmoei_weights_source_t {
     epmoe_status_t (*layer)(const void *ctx, epmoei_layer_source_t *out);
     epmoe_status_t (*expert)(const void *ctx, int32_t local_expert, epmoei_expert_source_t *out);
-    const void *ctx;
+    epmoe_status_t (*step)(void *ctx); /* after the common weights and after each expert; an error ends it; or NULL */
+    void *ctx;
     const epmoe_load_options_t *options; /* or NULL */
 } epmoei_weights_source_t;
 

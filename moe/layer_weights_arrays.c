@@ -2,6 +2,7 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "comm/comm.h"
 
 #include <string.h>
 
@@ -102,6 +103,7 @@ static epmoe_status_t check_borrowed(const epmoe_layer_t *layer, const epmoe_lay
 epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
+    EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
     arrays_t arrays = {.layer = layer};
     epmoe_layer_weights_t *own = &arrays.weights;
     EPMOEI_CHECK(epmoei_copy_sized(own, sizeof *own, weights, "weights"));
@@ -121,7 +123,7 @@ epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_w
     if (borrow) EPMOEI_CHECK(check_borrowed(layer, own));
     /* What packed means for the rows that are copied all the same: the biases. */
     if (borrow) own->layout = layer->backend == EPMOE_BACKEND_CUDA ? EPMOE_LAYOUT_INTERLEAVED : EPMOE_LAYOUT_GATE_FIRST;
-    const epmoei_weights_source_t source = {arrays_layer, arrays_expert, &arrays, NULL};
+    const epmoei_weights_source_t source = {arrays_layer, arrays_expert, NULL, &arrays, NULL};
     epmoe_status_t status = epmoei_layer_build_weights(layer, &source, borrow);
     if (status != EPMOE_OK) return status;
     if (borrow) {

@@ -2,10 +2,16 @@
 
 #include "comm/comm.h"
 
+/* A rank that loads meets the others after this part of timeout_s and the step in progress, so that those who wait for
+ * it at the end know it alive: what is left of timeout_s bounds one step, not the whole load. */
+#define MEETING_SHARE 0.1
+
 typedef struct loading_t {
     const epmoe_layer_t *layer;
     const epmoe_checkpoint_t *checkpoint;
     int32_t layer_index;
+    double last_meeting; /* seconds */
+    bool ended;          /* by a meeting that failed: the same on all ranks, which meet no more */
 } loading_t;
 
 static epmoe_status_t loading_layer(const void *ctx, epmoei_layer_source_t *out)
@@ -19,6 +25,29 @@ static epmoe_status_t loading_expert(const void *ctx, int32_t local_expert, epmo
     const loading_t *loading = ctx;
     return epmoei_checkpoint_expert_source(loading->checkpoint, loading->layer_index,
                                            loading->layer->first_expert + local_expert, out);
+}
+
+/* Collective: the other ranks' failures, and whether all have loaded everything. */
+static epmoe_status_t meet(loading_t *loading, epmoe_status_t local, bool done, bool *all_done)
+{
+    epmoe_comm_t *comm = loading->layer->comm;
+    const epmoei_agreed_t own = {NULL, done};
+    epmoe_status_t status = epmoei_comm_agree_on(comm, "load_checkpoint", local, &own, 1);
+    loading->last_meeting = epmoei_now_seconds();
+    loading->ended = status != EPMOE_OK;
+    *all_done = true;
+    for (int32_t r = 0; r < epmoe_comm_size(comm) && status == EPMOE_OK; r++)
+        *all_done &= epmoei_comm_agreed_value(comm, r, 0) != 0;
+    return status;
+}
+
+static epmoe_status_t loading_step(void *ctx)
+{
+    loading_t *loading = ctx;
+    bool all_done;
+    double working_s = epmoei_now_seconds() - loading->last_meeting;
+    if (working_s < MEETING_SHARE * loading->layer->comm->timeout_s) return EPMOE_OK;
+    return meet(loading, EPMOE_OK, false, &all_done);
 }
 
 /* A layer made for another model would run and be wrong. */
@@ -56,18 +85,17 @@ static epmoe_status_t check_config(const epmoe_layer_config_t *have, const epmoe
     return EPMOE_OK;
 }
 
-static epmoe_status_t load_local(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint, int32_t layer_index,
-                                 const epmoe_load_options_t *options)
+static epmoe_status_t load_local(epmoe_layer_t *layer, loading_t *loading, const epmoe_load_options_t *options)
 {
     epmoe_load_options_t own = EPMOE_LOAD_OPTIONS_INIT;
     epmoe_layer_config_t raw = EPMOE_LAYER_CONFIG_INIT, file;
-    if (!checkpoint) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "checkpoint is NULL");
+    EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
+    if (!loading->checkpoint) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "checkpoint is NULL");
     if (options) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, options, "options"));
-    EPMOEI_CHECK(epmoe_checkpoint_layer_config(checkpoint, layer_index, &raw));
+    EPMOEI_CHECK(epmoe_checkpoint_layer_config(loading->checkpoint, loading->layer_index, &raw));
     EPMOEI_CHECK(epmoei_layer_config_check(&raw, &file));
     EPMOEI_CHECK(check_config(&layer->config, &file));
-    const loading_t loading = {layer, checkpoint, layer_index};
-    const epmoei_weights_source_t source = {loading_layer, loading_expert, &loading, &own};
+    const epmoei_weights_source_t source = {loading_layer, loading_expert, loading_step, loading, &own};
     return epmoei_layer_build_weights(layer, &source, false);
 }
 
@@ -75,8 +103,9 @@ epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_che
                                            int32_t layer_index, const epmoe_load_options_t *options)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
-    epmoe_status_t status = load_local(layer, checkpoint, layer_index, options);
-    status = epmoe_comm_agree(layer->comm, status);
+    loading_t loading = {layer, checkpoint, layer_index, epmoei_now_seconds(), false};
+    epmoe_status_t status = load_local(layer, &loading, options);
+    for (bool all_done = false; !all_done && !loading.ended;) status = meet(&loading, status, true, &all_done);
     if (status != EPMOE_OK) epmoei_layer_drop_weights(layer);
     return status;
 }

@@ -2,6 +2,7 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "comm/comm.h"
 #include "kernels/random_weights.h"
 
 typedef struct random_job_t {
@@ -95,6 +96,7 @@ static epmoe_status_t fill_all(const epmoe_layer_t *layer, uint64_t seed, epmoe_
 epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t seed)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
+    EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
     epmoe_format_t format = layer->config.weight_format;
     epmoe_format_t shared_format = layer->config.shared_intermediate ? format : EPMOE_FORMAT_NONE;
     epmoei_layer_formats_t formats = {epmoei_dtype_of_format(format), format, format, shared_format, shared_format};

@@ -11,6 +11,31 @@ static void *allocate(int64_t bytes)
     return data;
 }
 
+exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size)
+{
+    static const int32_t experts[] = {30, 128, 4, 1};
+    static const epmoe_dtype_t dtypes[] = {EPMOE_BF16, EPMOE_F32, EPMOE_F16};
+    exchange_case_t c = {.size = size, .num_experts = experts[i % 4], .dtype = dtypes[i % 3]};
+    c.top_k = testing_range(rng, 1, 9);
+    c.hidden = i % 2 ? 8 * testing_range(rng, 1, 300) : testing_range(rng, 1, 2100);
+    c.seed = testing_next(rng);
+    for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(rng, 0, 3) ? testing_range(rng, 1, 60) : 0;
+    return c;
+}
+
+exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed)
+{
+    return (exchange_case_t){.size = size,
+                             .num_experts = 64,
+                             .top_k = 8,
+                             .hidden = hidden,
+                             .dtype = dtype,
+                             .tokens = {1, 0, 257, 3, 64, 0, 5, 128},
+                             .seed = seed,
+                             .identity = true,
+                             .plain = true};
+}
+
 exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
 {
     testing_rng_t rng = testing_rng(c->seed + (uint64_t)rank * 7919);

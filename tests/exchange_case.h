@@ -25,6 +25,11 @@ typedef struct exchange_inputs_t {
     void *residual; /* NULL with plain */
 } exchange_inputs_t;
 
+/* Case i of a list: counts of experts that ranks share unequally or that leave some without, any width. */
+exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size);
+/* An identity case with very different token counts. */
+exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed);
+
 exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank);
 void exchange_inputs_free(exchange_inputs_t *inputs);
 

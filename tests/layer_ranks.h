@@ -23,6 +23,8 @@ int ranks_finish(ranks_t *ranks);
 bool ranks_check(ranks_t *ranks, bool good, const char *format, ...) EPMOEI_PRINTF(3, 4);
 /* A status and a part of its message. */
 void ranks_expect(ranks_t *ranks, const char *what, epmoe_status_t status, epmoe_status_t expected, const char *word);
+/* The rank that does wrong in case i: another one in every case. */
+static inline int32_t ranks_culprit(const ranks_t *ranks, int32_t i) { return (i + 1) % ranks->program.size; }
 /* After a call that failed on rank `culprit` with this status and message: that here if it is us, PEER with the same
  * text elsewhere. */
 void ranks_expect_failure(ranks_t *ranks, const char *what, epmoe_status_t status, int32_t culprit,

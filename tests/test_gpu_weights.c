@@ -1,4 +1,5 @@
 /* Weights of a layer on a device: repacked, borrowed, generated, loaded; what memory they take and give back. */
+#include "comm/comm.h"
 #include "kernels/repack.h"
 #include "moe/layer_weights.h"
 #include "tests/gpu_layer_case.h"
@@ -282,6 +283,7 @@ Test(gpu_weights, refused_weights_leave_the_old_ones)
     REFUSED(device, w.shared_down.format = EPMOE_FORMAT_F16, EPMOE_ERROR_INVALID_ARGUMENT,
             "weights.shared_down.format is");
     REFUSED(model.weights, w.router_dtype = EPMOE_F32, EPMOE_ERROR_NOT_SUPPORTED, "router is f32");
+    REFUSED(model.weights, w.router_dtype = EPMOE_F16, EPMOE_ERROR_NOT_SUPPORTED, "router is f16");
     REFUSED(model.weights, w.down.data = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "down is missing");
     REFUSED(model.weights, w.gate_up.format = EPMOE_FORMAT_MXFP4, EPMOE_ERROR_NOT_SUPPORTED, "gate_up.format");
 #undef REFUSED
@@ -290,29 +292,53 @@ Test(gpu_weights, refused_weights_leave_the_old_ones)
     oracle_model_free(&model);
 }
 
-/* Matrices of another type are rounded to the activations' once. */
-Test(gpu_weights, other_types_are_converted)
+/* Nothing is put on a device that is not the communicator's. */
+Test(gpu_weights, another_current_device_is_refused)
 {
     GPU_TEST_NEEDS_DEVICE();
     testing_rng_t rng = testing_rng(testing_seed());
     epmoe_layer_config_t config = full_config(EPMOE_BF16);
-    const oracle_formats_t formats = {EPMOE_F16, EPMOE_F32, EPMOE_F16, EPMOE_F16, EPMOE_F32, EPMOE_LAYOUT_GATE_FIRST};
+    oracle_model_t model = gpu_model(&rng, &config);
+    epmoe_layer_t *layer = gpu_layer_with(&model), *second = NULL;
+    cr_assert_not_null(layer);
+    static uint16_t first[kTokens * kD], y[kTokens * kD];
+    forward(layer, first);
+    layer->comm->device++;
+    const epmoe_status_t statuses[] = {epmoe_layer_create(&config, layer->comm, &second),
+                                       epmoe_layer_set_weights(layer, &model.weights),
+                                       epmoe_layer_set_random_weights(layer, 1)};
+    layer->comm->device--;
+    for (int i = 0; i < 3; i++)
+        cr_expect_eq(statuses[i], EPMOE_ERROR_BAD_STATE, "%d: %s", i, epmoe_status_string(statuses[i]));
+    cr_expect_null(second);
+    forward(layer, y);
+    cr_expect(same_y("after refusals", y, first));
+    epmoe_layer_destroy(layer);
+    oracle_model_free(&model);
+}
+
+/* Matrices of another type are rounded to the activations' once. */
+static void check_conversion(epmoe_dtype_t dtype)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_layer_config_t config = full_config(dtype);
+    epmoe_dtype_t other = dtype == EPMOE_BF16 ? EPMOE_F16 : EPMOE_BF16;
+    const oracle_formats_t formats = {EPMOE_BF16, EPMOE_F32, other, other, EPMOE_F32, EPMOE_LAYOUT_GATE_FIRST};
     oracle_model_t model = oracle_model(&rng, &config, &formats), rounded = gpu_model(&rng, &config);
     const epmoe_layer_weights_t *from = &model.weights, *to = &rounded.weights;
     const struct {
         const void *from, *to;
         epmoe_dtype_t dtype;
         int64_t n;
-    } tensors[] = {{from->router, to->router, EPMOE_F16, kE * kD},
-                   {from->shared_gate, to->shared_gate, EPMOE_F16, kD},
+    } tensors[] = {{from->router, to->router, EPMOE_BF16, kE * kD},
+                   {from->shared_gate, to->shared_gate, EPMOE_BF16, kD},
                    {from->gate_up.data, to->gate_up.data, EPMOE_F32, kE * 2 * kF * kD},
-                   {from->down.data, to->down.data, EPMOE_F16, kE * kD * kF},
-                   {from->shared_gate_up.data, to->shared_gate_up.data, EPMOE_F16, 2 * kFs * kD},
+                   {from->down.data, to->down.data, other, kE * kD * kF},
+                   {from->shared_gate_up.data, to->shared_gate_up.data, other, 2 * kFs * kD},
                    {from->shared_down.data, to->shared_down.data, EPMOE_F32, kD * kFs}};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
         for (int64_t j = 0; j < tensors[i].n; j++)
-            epmoei_store((void *)(uintptr_t)tensors[i].to, EPMOE_BF16, j,
-                         epmoei_load(tensors[i].from, tensors[i].dtype, j));
+            epmoei_store((void *)(uintptr_t)tensors[i].to, dtype, j, epmoei_load(tensors[i].from, tensors[i].dtype, j));
     const void *biases[][2] = {{from->router_bias, to->router_bias},
                                {from->selection_bias, to->selection_bias},
                                {from->gate_up_bias, to->gate_up_bias},
@@ -327,9 +353,16 @@ Test(gpu_weights, other_types_are_converted)
     cr_assert_eq(epmoe_layer_set_random_weights(layer, 3), EPMOE_OK);
     cr_assert_eq(epmoe_layer_set_weights(layer, from), EPMOE_OK, "%s", epmoe_last_error());
     forward(layer, y);
-    cr_expect(same_y("converted", y, first));
+    cr_expect(same_y(epmoe_dtype_string(dtype), y, first));
     epmoe_layer_destroy(layer);
     oracle_model_free(&model), oracle_model_free(&rounded);
+}
+
+Test(gpu_weights, other_types_are_converted)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    check_conversion(EPMOE_BF16);
+    check_conversion(EPMOE_F16);
 }
 
 /* --------------------------------------------------------------------------------------------------- random weights */

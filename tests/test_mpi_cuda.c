@@ -1,5 +1,5 @@
-/* Communication of device buffers: mpi_cuda_exchange under mpirun, over host memory with ranks that share devices, and
- * over NCCL where every rank has one. */
+/* Communication of device buffers: mpi_cuda_exchange and mpi_cuda_contract under mpirun, over host memory with ranks
+ * that share devices, and over NCCL where every rank has one. */
 #include "base/device.h"
 #include "tests/testing.h"
 
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define PROGRAM EPMOE_TEST_BIN "/mpi_cuda_exchange"
+#define PROGRAMS EPMOE_TEST_BIN "/mpi_cuda_"
 
 /* Says so where it is seen: Criterion is silent about tests that it skips. */
 static void skip(const char *reason)
@@ -40,10 +40,10 @@ static int32_t count(const char *text, const char *word)
     return found;
 }
 
-/* `prefix` stands before the program: a wrapper, or "". */
+/* `prefix` stands before the program: a wrapper, or "". arguments begin with the rest of the program's name. */
 static void expect_ok(int32_t ranks, double limit_s, const char *prefix, const char *arguments)
 {
-    testing_process_t run = testing_run(limit_s, "%s %s " PROGRAM " %s", testing_mpirun(ranks), prefix, arguments);
+    testing_process_t run = testing_run(limit_s, "%s %s " PROGRAMS "%s", testing_mpirun(ranks), prefix, arguments);
     cr_expect(run.exit_code == 0 && !run.timed_out && count(run.output, "ok ") == ranks,
               "%d ranks, %s: exit %d after %.1f s\n%s%s", ranks, arguments, run.exit_code, run.seconds, run.output,
               run.errors);
@@ -62,55 +62,55 @@ Test(mpi_cuda, host_memory_gives_the_bits_of_the_cpu, .timeout = 600)
     need_devices(1);
     static const int32_t ranks[] = {1, 2, 3, 6, 8};
     for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
-        expect_ok(ranks[i], 150, "", with_seed("cases", ranks[i] == 1 ? "local" : "mpi"));
+        expect_ok(ranks[i], 150, "", with_seed("exchange cases", ranks[i] == 1 ? "local" : "mpi"));
 }
 
 Test(mpi_cuda, nccl_gives_the_bits_of_host_memory, .timeout = 300)
 {
     need_nccl();
-    expect_ok(2, 150, "", with_seed("cases", "mpi nccl"));
+    expect_ok(2, 150, "", with_seed("exchange cases", "mpi nccl"));
 }
 
 Test(mpi_cuda, borrowed_communicator, .timeout = 300)
 {
     need_nccl();
-    expect_ok(2, 150, "", with_seed("borrowed", ""));
+    expect_ok(2, 150, "", with_seed("exchange borrowed", ""));
 }
 
 Test(mpi_cuda, large_messages_over_host_memory, .timeout = 600)
 {
     need_devices(1);
-    expect_ok(2, 150, "", "large mpi 67108864 4");
-    expect_ok(8, 150, "", "large mpi 4194304 4");
+    expect_ok(2, 150, "", "exchange large mpi 67108864 4");
+    expect_ok(8, 150, "", "exchange large mpi 4194304 4");
 }
 
 Test(mpi_cuda, large_messages_over_nccl, .timeout = 300)
 {
     need_nccl();
-    expect_ok(2, 150, "", "large nccl 67108864 20");
+    expect_ok(2, 150, "", "exchange large nccl 67108864 20");
 }
 
 Test(mpi_cuda, contract_over_host_memory, .timeout = 300)
 {
     need_devices(1);
-    expect_ok(2, 100, "", "contract mpi");
-    expect_ok(3, 100, "", "contract mpi");
+    expect_ok(2, 100, "", "contract calls mpi");
+    expect_ok(3, 100, "", "contract calls mpi");
 }
 
 Test(mpi_cuda, contract_over_nccl, .timeout = 300)
 {
     need_nccl();
-    expect_ok(2, 100, "", "contract nccl");
+    expect_ok(2, 100, "", "contract calls nccl");
 }
 
 Test(mpi_cuda, shared_devices, .timeout = 300)
 {
     need_devices(1);
 #if EPMOE_HAVE_NCCL
-    expect_ok(2, 60, "", "shared");
+    expect_ok(2, 60, "", "contract shared");
 #endif
     char arguments[64];
-    snprintf(arguments, sizeof arguments, "auto mpi %d", 2);
+    snprintf(arguments, sizeof arguments, "contract auto mpi %d", 2);
     expect_ok(2 * epmoei_device_count(), 100, "", arguments);
 }
 
@@ -119,9 +119,9 @@ Test(mpi_cuda, one_visible_device_per_rank, .timeout = 300)
 {
     need_nccl();
     static const char wrapper[] = "sh -c 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec \"$0\" \"$@\"'";
-    expect_ok(2, 60, "", "auto nccl 1");
-    expect_ok(2, 60, wrapper, "auto nccl 1");
-    expect_ok(2, 150, wrapper, with_seed("cases", "auto"));
+    expect_ok(2, 60, "", "contract auto nccl 1");
+    expect_ok(2, 60, wrapper, "contract auto nccl 1");
+    expect_ok(2, 150, wrapper, with_seed("exchange cases", "auto"));
 }
 
 /* Processes of a run, found by a word of their command line that no other run has. */
@@ -141,7 +141,7 @@ static void expect_fault(int32_t ranks, const char *options, const char *kind, c
     /* mpirun --enable-recovery itself ends with 0 whatever its processes do. */
     bool recovery = strstr(options, "recovery") != NULL;
     testing_process_t run =
-        testing_run(90, "%s %s sh -c '" PROGRAM " %s %s %d %s; code=$?; echo code $code; exit $code'",
+        testing_run(90, "%s %s sh -c '" PROGRAMS "exchange %s %s %d %s; code=$?; echo code $code; exit $code'",
                     testing_mpirun(ranks), options, kind, transport, TIMEOUT_S, mark);
     cr_expect((run.exit_code != 0 || recovery) && !run.timed_out && run.seconds < 45, "%s %s: exit %d after %.1f s",
               kind, options, run.exit_code, run.seconds);

@@ -1,4 +1,4 @@
-/* The layer over ranks: mpi_layer and mpi_layer_faults under mpirun. */
+/* The layer over ranks: mpi_layer, mpi_layer_faults and mpi_layer_load under mpirun. */
 #include "tests/safetensors_build.h"
 
 #include <criterion/criterion.h>
@@ -9,7 +9,7 @@
 
 static const int32_t kRanks[] = {1, 2, 3, 4, 8};
 
-/* Both programs print how much they checked: one that left everything out must not pass. */
+/* The programs print how much they checked: one that left everything out must not pass. */
 static void run(int32_t ranks, int64_t least_checks, const char *program, const char *arguments)
 {
     testing_process_t process = testing_run(120, "%s " EPMOE_TEST_BIN "/%s %llu %s", testing_mpirun(ranks), program,
@@ -28,6 +28,12 @@ Test(mpi_layer, equals_one_rank, .timeout = 600)
 
 Test(mpi_layer, one_rank_fails, .timeout = 600)
 {
+    for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 150, "mpi_layer_faults", "");
+}
+
+/* Families, a rank that cannot load, a rank that takes longer than timeout_s. */
+Test(mpi_layer, checkpoints, .timeout = 600)
+{
     char broken[256], arguments[1024];
     build_make_dir(broken);
     char *config = build_load_text(GOLDEN "/qwen2_moe/config.json");
@@ -38,7 +44,7 @@ Test(mpi_layer, one_rank_fails, .timeout = 600)
     cr_assert_eq(copy.exit_code, 0, "%s", copy.errors);
     testing_process_free(&copy);
     snprintf(arguments, sizeof arguments, GOLDEN " %s", broken);
-    for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 200, "mpi_layer_faults", arguments);
+    for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 150, "mpi_layer_load", arguments);
     free(config);
     build_remove_dir(broken);
 }

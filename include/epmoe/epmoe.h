@@ -680,8 +680,7 @@ typedef struct epmoe_layer_config_t {
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
     epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (an fp32 router is refused there,
-                                     one of the other 16-bit type is converted) */
+                                     and take dtype's on CUDA (but see router_dtype) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
 } epmoe_layer_config_t;
@@ -747,7 +746,9 @@ EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, 
 /* This rank's weights. Experts are the local ones only (epmoe_expert_range): leading dimension local_experts. */
 typedef struct epmoe_layer_weights_t {
     size_t struct_size;
-    epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16 */
+    epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16. On CUDA config.dtype, or BF16 with
+                                      config.dtype F16, which is exact in [2^-17, 65504] and else rounded; NOT_SUPPORTED
+                                      otherwise, since rounding could choose other experts */
     const void *router;            /* [E,d] */
     const float *router_bias;      /* [E], with router_has_bias */
     const float *selection_bias;   /* [E], with has_selection_bias */
@@ -778,8 +779,10 @@ typedef struct epmoe_load_options_t {
 } epmoe_load_options_t;
 #define EPMOE_LOAD_OPTIONS_INIT EPMOE_STRUCT_INIT(epmoe_load_options_t)
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
- * read. options NULL = none. Collective: all ranks succeed or all fail. MISMATCH when the layer's config is not the
- * checkpoint's. After a failure the layer has no weights. */
+ * read. options NULL = none. Collective: all ranks succeed or all fail. Ranks may take different times, however long:
+ * each shows the others while it loads that it is alive, and TIMEOUT means that one expert, the shared weights or a
+ * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's. After a
+ * failure the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
                                                      int32_t layer_index, const epmoe_load_options_t *options);
 

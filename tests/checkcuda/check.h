@@ -56,6 +56,13 @@ typedef struct check_case_t {
 
 extern epmoe_stream_t check_stream;
 
+/* --small: little work, few cases of many, few repeats, so that a run under compute-sanitizer takes seconds. */
+extern bool check_small;
+/* Step through numbered variants, whose factors it has no divisor in common with: 1 but for --small. */
+static inline int32_t check_step(int32_t step) { return check_small ? step : 1; }
+/* Whether a case of so many elements is too much for --small. */
+static inline bool check_skips(int64_t elements) { return check_small && elements > 1 << 17; }
+
 /* One line of output: everything between is counted into it. */
 void check_begin(const char *entry, const char *group);
 void check_end(void);
@@ -73,6 +80,8 @@ void *check_add(check_case_t *c, const char *name, size_t offset, check_kind_t k
     check_add(c, #member, offsetof(type, member), kind, dtype, rows, cols, alignment)
 check_field_t *check_find(check_case_t *c, const char *name);
 void check_free(check_case_t *c);
+/* testing_fill_normal for large arrays: the values repeat with a period that is a large prime. */
+void check_fill_normal(testing_rng_t *rng, void *data, epmoe_dtype_t dtype, int64_t n, float scale);
 
 /* Steps of a check, for those that need something in between. Each returns false after it has reported a failure. */
 bool check_expect(check_case_t *c);                      /* runs the reference */
@@ -82,7 +91,7 @@ epmoe_status_t check_launch(check_case_t *c);            /* the public entry on 
 bool check_download(check_case_t *c); /* waits, fetches outputs; guards intact and inputs unchanged */
 bool check_outputs(check_case_t *c);  /* got against expected */
 
-/* All of it, then repeated, bit for bit. */
+/* All of it, then repeated, bit for bit; in the repeats only outputs are fetched, but for the last. */
 bool check_run(check_case_t *c);
 /* Captures one call, then replays it on inputs that refill(c, round, ctx) changes in the host data. */
 void check_graph(check_case_t *c, void (*refill)(check_case_t *c, int32_t round, void *ctx), void *ctx);
@@ -99,6 +108,7 @@ void check_unpermute(testing_rng_t *rng);
 void check_silu_and_mul(testing_rng_t *rng);
 void check_sum(testing_rng_t *rng);
 void check_grouped_gemm(testing_rng_t *rng);
+void check_experts_few(testing_rng_t *rng);
 void check_route(testing_rng_t *rng);
 void check_large(testing_rng_t *rng);
 

@@ -7,11 +7,34 @@
 
 static epmoe_status_t run(const void *args, epmoe_stream_t stream) { return epmoe_grouped_gemm(args, stream); }
 
+/* The rows [first,end) of expert_offsets. */
+static void reference_rows(const epmoe_grouped_gemm_args_t *all, int32_t first, int32_t end)
+{
+    int64_t row_bytes = all->k * epmoe_dtype_size(epmoei_dtype_of_format(all->weight.format));
+    for (int64_t e = 0; e < all->num_experts; e++) {
+        int32_t from = all->expert_offsets[e], to = all->expert_offsets[e + 1];
+        const int32_t rows[] = {from > first ? from : first, to < end ? to : end};
+        if (rows[0] >= rows[1]) continue;
+        epmoe_grouped_gemm_args_t one = *all;
+        one.num_experts = 1;
+        one.expert_offsets = rows;
+        one.weight.data = (const char *)all->weight.data + e * all->n * row_bytes;
+        if (all->bias) one.bias = all->bias + e * all->n;
+        epmoei_grouped_gemm_ref(&one, NULL);
+    }
+}
+
+/* The product of a large shape takes one core seconds. */
 static epmoe_status_t reference(const void *args)
 {
+    enum { kRows = 32 };
     epmoe_grouped_gemm_args_t checked;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
-    return checked.max_rows ? epmoei_grouped_gemm_ref(&checked, NULL) : EPMOE_OK;
+    const int32_t all_rows[] = {0, checked.num_rows_dev ? *checked.num_rows_dev : checked.max_rows};
+    if (!checked.expert_offsets) checked.expert_offsets = all_rows;
+#pragma omp parallel for schedule(dynamic)
+    for (int32_t first = 0; first < checked.max_rows; first += kRows) reference_rows(&checked, first, first + kRows);
+    return EPMOE_OK;
 }
 
 static const check_op_t op = {"grouped_gemm", sizeof(epmoe_grouped_gemm_args_t), run, reference};
@@ -25,6 +48,7 @@ typedef struct shape_t {
     epmoe_layout_t layout;
     route_t route;
     bool bias, row_weights, weight_on_input, indexed, batch_invariant, x_sorted, y_sorted;
+    bool dense; /* without offsets */
     float limit;
 } shape_t;
 
@@ -32,6 +56,10 @@ typedef struct shape_t {
  * order with padding between; the last rows of max_rows belong to nobody. */
 static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape, int32_t max_rows)
 {
+    if (shape->dense) {
+        *(int32_t *)(void *)check_find(c, "num_rows_dev")->host = testing_range(rng, max_rows / 2, max_rows);
+        return;
+    }
     int32_t *offsets = (int32_t *)(void *)check_find(c, "expert_offsets")->host;
     int32_t *index = shape->indexed ? (int32_t *)(void *)check_find(c, "row_index")->host : NULL;
     int32_t slots = shape->tokens * shape->top_k, rows = 0, one = testing_range(rng, 0, shape->experts - 1);
@@ -94,8 +122,11 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     memcpy(c->args, &args, sizeof args);
 
     int64_t experts = shape->experts, n = shape->n, k = shape->k;
-    int64_t n_out = shape->activation == EPMOE_ACTIVATION_NONE ? n : n / 2;
-    CHECK_ADD(c, epmoe_grouped_gemm_args_t, expert_offsets, CHECK_IN, EPMOE_I32, 1, experts + 1, 4);
+    int64_t n_out = shape->activation >= EPMOE_ACTIVATION_NONE ? n : n / 2;
+    if (shape->dense)
+        CHECK_ADD(c, epmoe_grouped_gemm_args_t, num_rows_dev, CHECK_IN, EPMOE_I32, 1, 1, 4);
+    else
+        CHECK_ADD(c, epmoe_grouped_gemm_args_t, expert_offsets, CHECK_IN, EPMOE_I32, 1, experts + 1, 4);
     if (shape->indexed) {
         int32_t *index = CHECK_ADD(c, epmoe_grouped_gemm_args_t, row_index, CHECK_IN, EPMOE_I32, 1, max_rows, 4);
         for (int32_t i = 0; i < max_rows; i++) index[i] = slots + i;
@@ -103,8 +134,8 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     int64_t x_rows = shape->x_sorted ? max_rows : shape->tokens, y_rows = shape->y_sorted ? max_rows : slots;
     void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, shape->dtype, x_rows, k, 16);
     void *w = CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.data, CHECK_IN, shape->dtype, experts * n, k, 16);
-    testing_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
-    testing_fill_normal(rng, w, shape->dtype, experts * n * k, 1.0f / sqrtf((float)k));
+    check_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
+    check_fill_normal(rng, w, shape->dtype, experts * n * k, 1.0f / sqrtf((float)k));
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_grouped_gemm_args_t, bias, CHECK_IN, EPMOE_F32, experts, n, 4);
         testing_fill_normal(rng, bias, EPMOE_F32, experts * n, 0.5f);
@@ -149,7 +180,7 @@ static void check_shapes(testing_rng_t *rng)
                              .route = (route_t)((e + 2 * t) % ROUTE_COUNT),
                              .indexed = t % 3 != 1,
                              .row_weights = t % 2};
-            run_one(rng, &shape);
+            if (!check_skips((int64_t)shape.tokens * shape.top_k * (shape.n + shape.k))) run_one(rng, &shape);
         }
     check_end();
 }
@@ -159,26 +190,49 @@ static void check_epilogues(testing_rng_t *rng)
 {
     const int32_t ns[] = {16, 48, 112, 144, 272, 304, 528}, ks[] = {8, 24, 56, 72, 120, 264, 1032};
     check_begin("grouped_gemm", "epilogues, N and K odd multiples of 8");
-    for (int32_t i = 0; i < 5 * 2 * 2 * 2 * 2 * 3; i++) {
+    for (int32_t i = 0; i < 6 * 2 * 2 * 2 * 2 * 3; i += check_step(7)) {
         const bool tall = testing_range(rng, 0, 2) == 0; /* the widest tiles */
         shape_t shape = {.tokens = testing_range(rng, 1, tall ? 330 : 70),
                          .top_k = testing_range(rng, 1, 3),
                          .experts = testing_range(rng, 1, 9),
                          .n = ns[testing_range(rng, 0, 6)],
                          .k = ks[testing_range(rng, 0, tall ? 3 : 6)],
-                         .activation = (epmoe_activation_t)(i % 5),
-                         .layout = (epmoe_layout_t)(i / 5 % 2),
-                         .bias = i / 10 % 2,
-                         .row_weights = i / 20 % 2,
-                         .dtype = x_dtypes[i / 40 % 2],
-                         .y_dtype = y_dtypes[i / 80],
+                         .activation = (epmoe_activation_t)(i % 6),
+                         .layout = (epmoe_layout_t)(i / 6 % 2),
+                         .bias = i / 12 % 2,
+                         .row_weights = i / 24 % 2,
+                         .dtype = x_dtypes[i / 48 % 2],
+                         .y_dtype = y_dtypes[i / 96],
                          .weight_on_input = testing_range(rng, 0, 3) == 0,
                          .indexed = testing_range(rng, 0, 1),
                          .x_sorted = testing_range(rng, 0, 2) == 0,
                          .y_sorted = testing_range(rng, 0, 2) == 0,
                          .route = (route_t)testing_range(rng, 0, ROUTE_COUNT - 1),
                          .limit = testing_range(rng, 0, 1) ? 0.7f : 0.0f};
-        if (shape.activation == EPMOE_ACTIVATION_NONE && i % 2) shape.n -= 8;
+        if (shape.activation >= EPMOE_ACTIVATION_NONE) shape.n -= 8 * testing_range(rng, 0, 1);
+        run_one(rng, &shape);
+    }
+    check_end();
+}
+
+/* As a layer calls it for the shared expert: one expert, any N, the rows counted on the device. */
+static void check_dense(testing_rng_t *rng)
+{
+    const int32_t ns[] = {1, 2, 10, 63, 65, 128, 250};
+    check_begin("grouped_gemm", "one expert without offsets, any N");
+    for (int32_t i = 0; i < 7 * 6; i++) {
+        shape_t shape = {.tokens = testing_range(rng, ns[i % 7] < 16 ? 20 : 1, 200),
+                         .top_k = 1,
+                         .experts = 1,
+                         .n = ns[i % 7],
+                         .k = 8 * testing_range(rng, 1, 40),
+                         .activation = (epmoe_activation_t)(i / 7),
+                         .layout = (epmoe_layout_t)(i % 2),
+                         .dtype = x_dtypes[testing_range(rng, 0, 1)],
+                         .y_dtype = y_dtypes[testing_range(rng, 0, 2)],
+                         .bias = testing_range(rng, 0, 1),
+                         .dense = true};
+        if (shape.activation < EPMOE_ACTIVATION_NONE) shape.n += shape.n % 2;
         run_one(rng, &shape);
     }
     check_end();
@@ -317,6 +371,7 @@ void check_grouped_gemm(testing_rng_t *rng)
 {
     check_shapes(rng);
     check_epilogues(rng);
+    check_dense(rng);
     check_nan(rng);
     check_batch_invariance(rng);
     check_calls(rng);

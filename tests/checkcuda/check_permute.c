@@ -113,7 +113,8 @@ void check_permute(testing_rng_t *rng)
     for (size_t w = 0; w < sizeof widths / sizeof *widths; w++)
         for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
             int32_t top_k = (int32_t)(1 + (w + t) % 4);
-            if ((int64_t)tokens[t] * top_k * widths[w] > 8 << 20) continue;
+            int64_t elements = (int64_t)tokens[t] * top_k * widths[w];
+            if (elements > 8 << 20 || check_skips(elements)) continue;
             shape_t shape = {tokens[t], top_k, widths[w], tokens[t] * top_k + (int32_t)(t % 3) * 40,
                              dtypes[(w + t) % 5]};
             run_one(rng, shape, shape.max_rows - (int32_t)(w % 2) * (shape.max_rows / 3), t % 3 != 1);
@@ -145,7 +146,7 @@ static void make_back(check_case_t *c, testing_rng_t *rng, shape_t shape, bool w
     args.max_rows = shape.max_rows;
     memcpy(c->args, &args, sizeof args);
     CHECK_ADD(c, epmoe_unpermute_args_t, y, CHECK_IN, shape.dtype, shape.max_rows, shape.hidden, 16);
-    testing_fill_normal(rng, c->fields[0].host, shape.dtype, (int64_t)shape.max_rows * shape.hidden, 1.0f);
+    check_fill_normal(rng, c->fields[0].host, shape.dtype, (int64_t)shape.max_rows * shape.hidden, 1.0f);
     CHECK_ADD(c, epmoe_unpermute_args_t, inverse, CHECK_IN, EPMOE_I32, shape.tokens, shape.top_k, 4);
     fill_inverse(rng, &c->fields[1], shape.max_rows, unused_of_4);
     /* NaN where the slot is unused: neither row nor weight may be read. */
@@ -197,7 +198,8 @@ void check_unpermute(testing_rng_t *rng)
     for (size_t w = 0; w < sizeof widths / sizeof *widths; w++)
         for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
             int32_t top_k = (int32_t)(1 + (w + t) % 9);
-            if ((int64_t)tokens[t] * top_k * widths[w] > 8 << 20) continue;
+            int64_t elements = (int64_t)tokens[t] * top_k * widths[w];
+            if (elements > 8 << 20 || check_skips(elements)) continue;
             shape_t shape = {tokens[t], top_k, widths[w], tokens[t] * top_k / 2 + 3, dtypes[(w + t) % 3]};
             check_case_t c;
             make_back(&c, rng, shape, w % 3 != 1, (int32_t)(t % 5));

@@ -93,7 +93,8 @@ static void check_shapes(testing_rng_t *rng)
                              .ids = t % 2,
                              .addend = w % 2,
                              .residual = t % 3 == 0};
-            if ((int64_t)shape.tokens * shape.top_k * shape.hidden > 8 << 20) continue;
+            int64_t elements = (int64_t)shape.tokens * shape.top_k * shape.hidden;
+            if (elements > 8 << 20 || check_skips(elements)) continue;
             run_one(rng, &shape, (int32_t)(w % 5));
         }
     check_end();
@@ -102,7 +103,7 @@ static void check_shapes(testing_rng_t *rng)
 static void check_options(testing_rng_t *rng)
 {
     check_begin("sum", "every dtype pair and option");
-    for (int32_t i = 0; i < 9 * 16 * 2; i++) {
+    for (int32_t i = 0; i < 9 * 16 * 2; i += check_step(7)) {
         shape_t shape = {.tokens = testing_range(rng, 1, 12),
                          .top_k = testing_range(rng, 1, 10),
                          .hidden = i / 144 ? 104 : 53,

@@ -23,7 +23,7 @@ static void fill_logits(testing_rng_t *rng, const check_field_t *field, fill_t f
 {
     static const float edges[] = {NAN, -INFINITY, INFINITY, -0.0f, 0.0f, 3e38f, -3e38f, 1e-40f};
     if (!field->host) return;
-    testing_fill_normal(rng, field->host, field->dtype, field->rows * field->cols, 2.0f);
+    check_fill_normal(rng, field->host, field->dtype, field->rows * field->cols, 2.0f);
     for (int64_t row = 0; fill != FILL_NORMAL && row < field->rows; row++) {
         int32_t kind = testing_range(rng, 0, 3);
         for (int64_t col = 0; col < field->cols; col++) {
@@ -128,6 +128,7 @@ static void check_shapes(testing_rng_t *rng)
     for (size_t e = 0; e < sizeof counts / sizeof *counts; e++)
         for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++) {
             if (tokens[t] == 4096 && counts[e] > 256 && counts[e] != 1025) continue;
+            if (check_skips((int64_t)tokens[t] * counts[e])) continue;
             epmoe_topk_args_t kind = kind_of(tokens[t], counts[e], counts[e] < 8 ? counts[e] : 8);
             kind.scoring = t % 2 ? EPMOE_SCORING_SIGMOID : EPMOE_SCORING_SOFTMAX;
             kind.renormalize = (int32_t)(e % 2);
@@ -140,7 +141,7 @@ static void check_shapes(testing_rng_t *rng)
 static void check_rules(testing_rng_t *rng)
 {
     check_begin("topk", "scoring, bias, renormalise, groups, dtypes");
-    for (int32_t variant = 0; variant < 4 * 2 * 2 * 2 * 3 * 3; variant++)
+    for (int32_t variant = 0; variant < 4 * 2 * 2 * 2 * 3 * 3; variant += check_step(17))
         for (int32_t shape = 0; shape < 3; shape++) {
             int32_t groups = testing_range(rng, 1, 9);
             epmoe_topk_args_t kind = kind_of(testing_range(rng, 1, 40), groups * testing_range(rng, 1, 80), 1);

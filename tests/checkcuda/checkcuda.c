@@ -1,6 +1,7 @@
 /* Every op of the kernel table on the device against its reference on the host. Prints a line per op and group of
- * shapes; exits 1 when anything differs, 77 without a device. EPMOE_ARCH chooses the tier, EPMOE_TEST_SEED the inputs;
- * arguments choose ops by name. */
+ * shapes, with times; exits 1 when anything differs, 77 without a device. EPMOE_ARCH chooses the tier, EPMOE_TEST_SEED
+ * the inputs; arguments choose ops by name. --small in front of them does little of everything, for compute-sanitizer.
+ */
 #include "tests/checkcuda/check.h"
 
 #include <cuda_runtime_api.h>
@@ -16,6 +17,7 @@ static const struct {
               {"silu_and_mul", check_silu_and_mul},
               {"sum", check_sum},
               {"grouped_gemm", check_grouped_gemm},
+              {"experts_few", check_experts_few},
               {"route", check_route},
               {"large", check_large}};
 
@@ -37,16 +39,22 @@ int main(int argc, char **argv)
         printf("the device cannot be used: %s\n", cudaGetErrorString(cudaGetLastError()));
         return 1;
     }
+    check_small = argc > 1 && !strcmp(argv[1], "--small");
+    if (check_small) argc--, argv++;
     uint64_t seed = testing_seed();
     printf("checkcuda on %s, tier %s, EPMOE_TEST_SEED=%llu\n", device->name, epmoe_backend_arch(EPMOE_BACKEND_CUDA),
            (unsigned long long)seed);
+    double start = epmoei_now_seconds();
     bool any = false;
     for (size_t i = 0; i < sizeof checks / sizeof *checks; i++) {
         if (!chosen(checks[i].name, argc, argv)) continue;
         testing_rng_t rng = testing_rng(seed + i);
+        double op_start = epmoei_now_seconds();
         checks[i].check(&rng);
+        printf("      %-14s %-44s %21.2f s\n", checks[i].name, "together", epmoei_now_seconds() - op_start);
         any = true;
     }
+    printf("      %-14s %-44s %21.2f s\n", "all", "", epmoei_now_seconds() - start);
     cudaStreamDestroy(check_stream);
     if (!any) printf("no op of that name\n");
     return any ? check_exit_code() : 1;
