@@ -1,7 +1,6 @@
 #include "kernels/experts_few.h"
 
 #include "base/dtype.h"
-#include <stdlib.h>
 
 /* Beyond these the grouped GEMM, which reads an expert's weights once for all its tokens, is as fast. */
 enum { kFewTokens = 4 };
@@ -19,5 +18,5 @@ bool epmoei_experts_few_can(const epmoe_experts_args_t *args)
 
 bool epmoei_experts_few_takes(const epmoe_experts_args_t *args)
 {
-    return epmoei_experts_few_can(args) && args->num_tokens <= (getenv("EPX_FEW") ? atoi(getenv("EPX_FEW")) : kFewTokens);
+    return epmoei_experts_few_can(args) && args->num_tokens <= kFewTokens;
 }

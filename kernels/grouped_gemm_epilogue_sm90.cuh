@@ -57,6 +57,13 @@ __device__ __forceinline__ float sigmoid_gate(const sigmoid_family_t &f, float g
     return epmoei_gate_device(gate, fraction) * (up + f.shift);
 }
 
+/* silu(gate) * up. Below the bound the fraction is 0 whatever the gate, which at -inf would make a NaN of it. */
+__device__ __forceinline__ float plain_silu(float gate, float up)
+{
+    gate = ptx_max_nan(gate, -1e30f);
+    return gate * ptx_reciprocal(1.0f + ptx_exp2(gate * -1.44269504f)) * up;
+}
+
 /* Barrier numbers are immediates: one in a register would reserve all sixteen. */
 __device__ __forceinline__ void warpgroup_barrier(int32_t group)
 {
@@ -95,15 +102,16 @@ __device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilo
     }
 }
 
-/* The accumulators of 32 tokens. Registers cannot be indexed, and unrolled the epilogue would be more code than the
- * instruction cache holds: a part of it costs more to fetch than to run. So the copies are all there is of each part.
- */
+/* The accumulators of 32 tokens plus the bias of their row. Registers cannot be indexed, and unrolled the epilogue
+ * would be more code than the instruction cache holds: a part of it costs more to fetch than to run. So this is all
+ * there is of each part. */
 constexpr int kPartTokens = 32;
-__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[128], int index)
+__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[128], int index,
+                                            const float (&bias)[2])
 {
     switch (index) {
 #define PART(n)                                                                                                        \
-    case n: _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i]; break
+    case n: _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2]; break
         PART(0);
         PART(1);
         PART(2);
@@ -116,14 +124,15 @@ __device__ __forceinline__ void select_part(float (&part)[16], const float (&acc
     }
 }
 
-/* 32 outputs of 128 tokens at a time. */
-template <typename T>
+/* 32 outputs of 128 tokens at a time. kPlainSilu: without clamp and weights. */
+template <typename T, bool kPlainSilu>
 __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
 {
     constexpr int kTokens = 128;
     const int lane = e.tid % 32, warp = e.tid / 32;
     const uint32_t staging = ptx_shared_address(e.staging);
     const sigmoid_family_t family = sigmoid_family(p);
+    const float no_bias[2] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int first = 0; first < e.num_rows; first += kTokens) {
         warpgroup_barrier(e.group); /* what was staged before is read */
@@ -131,15 +140,19 @@ __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilog
         for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
             float part[16];
             uint32_t packed[4];
-            select_part(part, acc, token / kPartTokens);
+            select_part(part, acc, token / kPartTokens, kPlainSilu ? e.bias : no_bias);
 #pragma unroll
             for (int b = 0; b < 4; b++) {
-                /* x and y: in and out of the first token; z and w of the second. */
-                const float4 scale = *(const float4 *)(e.scales + token + 8 * b + 2 * (lane % 4));
                 const float *v = part + 4 * b;
-                packed[b] = pack_pair(
-                    scale.y * sigmoid_gate(family, v[0] * scale.x + e.bias[0], v[2] * scale.x + e.bias[1]),
-                    scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
+                if constexpr (kPlainSilu) {
+                    packed[b] = pack_pair(plain_silu(v[0], v[2]), plain_silu(v[1], v[3]), T());
+                } else {
+                    /* x and y: in and out of the first token; z and w of the second. */
+                    const float4 scale = *(const float4 *)(e.scales + token + 8 * b + 2 * (lane % 4));
+                    packed[b] = pack_pair(
+                        scale.y * sigmoid_gate(family, v[0] * scale.x + e.bias[0], v[2] * scale.x + e.bias[1]),
+                        scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
+                }
             }
             const int row = token - first + lane;
             ptx_stmatrix_x4_trans(staging + row * 64 + ((warp ^ (row >> 1 & 3)) << 4), packed);
@@ -162,19 +175,19 @@ __device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilog
 #pragma unroll 1
         for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
             float part[16];
-            select_part(part, acc, token / kPartTokens);
+            select_part(part, acc, token / kPartTokens, e.bias);
 #pragma unroll
             for (int pair = 0; pair < 2; pair++) {
                 uint32_t packed[4];
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
                     const int block = 2 * pair + b;
+                    /* y and w: the weights of two tokens. */
                     const float4 scale = *(const float4 *)(e.scales + token + 8 * block + 2 * (lane % 4));
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const float *v = part + 4 * block + 2 * half;
-                        packed[2 * b + half] = pack_pair((v[0] * scale.x + e.bias[half]) * scale.y,
-                                                         (v[1] * scale.z + e.bias[half]) * scale.w, T());
+                        packed[2 * b + half] = pack_pair(v[0] * scale.y, v[1] * scale.w, T());
                     }
                 }
                 const int row = token - first + 16 * pair + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
@@ -193,11 +206,12 @@ __device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue
     const int lane = e.tid % 32, warp = e.tid / 32;
     float *staging = (float *)e.staging; /* [kTokens][64], blocks of 8 swizzled by the token */
     const float *bias = p.bias ? p.bias + (int64_t)e.expert * p.n : nullptr;
+    const float no_bias[2] = {0.0f, 0.0f}; /* gemm_finish adds it */
     const int cols = p.gated ? 32 : 64;
 #pragma unroll 1
     for (int chunk = 0; chunk * kTokens < e.num_rows; chunk++) {
         float part[16];
-        select_part(part, acc, chunk);
+        select_part(part, acc, chunk, no_bias);
         warpgroup_barrier(e.group);
 #pragma unroll
         for (int b = 0; b < kTokens / 8; b++)
@@ -239,24 +253,28 @@ __device__ __forceinline__ void load_bias(const gemm_params_t &p, epilogue_t &e)
         if (p.gated ? col < p.n_out : rows[i] < p.n) e.bias[i] = bias[rows[i]];
 }
 
-template <typename T>
-__device__ __forceinline__ void store_tile(const gemm_params_t &p, bool fast, const epilogue_t &e,
-                                           const float (&acc)[128])
+/* The way of a call's outputs. */
+enum epilogue_way_t { WAY_ANY, WAY_PLAIN, WAY_GATED, WAY_PLAIN_SILU };
+
+inline epilogue_way_t epilogue_way(const epmoe_grouped_gemm_args_t *args)
 {
-    if (!fast)
-        store_any(p, e, acc);
-    else if (p.gated)
-        store_gated<T>(p, e, acc);
-    else
-        store_plain<T>(p, e, acc);
+    const bool gated = args->activation < EPMOE_ACTIVATION_NONE;
+    if (args->y_dtype != args->x_dtype || (gated ? args->n / 2 : args->n) % 8) return WAY_ANY;
+    if (args->activation == EPMOE_ACTIVATION_SILU && !(args->limit > 0.0f) && !args->row_weights) return WAY_PLAIN_SILU;
+    if (gated) return args->activation == EPMOE_ACTIVATION_GELU ? WAY_ANY : WAY_GATED;
+    return args->activation == EPMOE_ACTIVATION_NONE && !args->weight_on_input ? WAY_PLAIN : WAY_ANY;
 }
 
-/* Whether outputs of type `dtype` take the fast way. */
-inline bool epilogue_is_fast(const epmoe_grouped_gemm_args_t *args, epmoe_dtype_t dtype)
+template <typename T>
+__device__ __forceinline__ void store_tile(const gemm_params_t &p, int32_t way, const epilogue_t &e,
+                                           const float (&acc)[128])
 {
-    bool gated = args->activation < EPMOE_ACTIVATION_NONE;
-    return args->y_dtype == dtype && (gated ? args->n / 2 : args->n) % 8 == 0 &&
-           args->activation != EPMOE_ACTIVATION_GELU && args->activation != EPMOE_ACTIVATION_SIGMOID;
+    switch (way) {
+    case WAY_PLAIN: store_plain<T>(p, e, acc); break;
+    case WAY_GATED: store_gated<T, false>(p, e, acc); break;
+    case WAY_PLAIN_SILU: store_gated<T, true>(p, e, acc); break;
+    default: store_any(p, e, acc);
+    }
 }
 
 } // namespace

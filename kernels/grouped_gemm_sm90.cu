@@ -17,7 +17,6 @@
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma.cuh"
-#include <stdlib.h>
 
 #include <cuda.h>
 
@@ -32,10 +31,9 @@ constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
 
 struct pipeline_t {
-    int32_t max_n;  /* most tokens of a tile: 64, 128 or 256 */
-    int32_t stages; /* <= kMostStages */
-    int32_t fast;   /* epilogue_is_fast */
-    int32_t flat;
+    int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
+    int32_t stages;  /* <= kMostStages */
+    int32_t way;     /* epilogue_way_t */
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
 };
 
@@ -175,8 +173,8 @@ struct walk_t {
             const int32_t block = tile.cluster * b.line.cluster + b.rank;
             const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
             step = 0;
-            w_row = p.gated && !b.line.flat ? 0 : block * kBlockW;
-            w_group = p.gated && !b.line.flat ? block * (kBlockW / 16) : 0;
+            w_row = p.gated ? 0 : block * kBlockW;
+            w_group = p.gated ? block * (kBlockW / 16) : 0;
             first = b.rank * half;
             part = b.rank == 0 ? half : tile.width - half;
             return true;
@@ -335,7 +333,7 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
             WIDTH(256);
 #undef WIDTH
         }
-        if (b.line.fast != 2) store_tile<T>(p, b.line.fast, e, acc);
+        store_tile<T>(p, b.line.way, e, acc);
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
@@ -431,7 +429,7 @@ epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_
     cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
     cuuint64_t strides[4] = {row, n * row, n * row, n * row};
     cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
-    if (p->gated && !getenv("EPX_3D")) {
+    if (p->gated) {
         dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
         strides[0] = p->interleaved ? 2 * row : row;
         strides[1] = p->interleaved ? row : f * row;
@@ -456,8 +454,7 @@ int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeli
 {
     const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
     line->max_n = max_n;
-    line->cluster = max_n == 64 ? 1 : 2;
-    if (getenv("EPX_CLUSTER")) line->cluster = atoi(getenv("EPX_CLUSTER"));
+    line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
         *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
         if (*bytes <= limit) return line->stages;
@@ -483,10 +480,8 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     pipeline_t line;
     int32_t bytes = 0;
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
-    while (!choose_pipeline(args, max_n, &line, &bytes)) max_n /= 2;
-    line.flat = getenv("EPX_3D") != 0;
-    line.fast = epilogue_is_fast(args, args->x_dtype);
-    if (getenv("EPX_NOEPI")) line.fast = 2;
+    while (!choose_pipeline(args, max_n, &line, &bytes)) max_n -= 32;
+    line.way = epilogue_way(args);
 
     CUtensorMap w_map;
     x_maps_t x_maps;

@@ -64,6 +64,7 @@ extern "C" epmoe_status_t epmoei_sort_rows_sm80(const epmoe_grouped_gemm_args_t 
     g.x_row_divisor = args->x_row_divisor;
     g.units = args->k / 8;
     epmoei_row_grid_t grid = epmoei_row_grid(args->max_rows, g.units);
+    grid.blocks.y = (unsigned)epmoei_min64(epmoei_ceil_div(args->max_rows, kRowsInFlight), 65535);
     return epmoei_cuda_status(
         (int32_t)epmoei_launch_dependent(sort_rows_kernel, grid.blocks, grid.threads, 0, stream, g), "sort_rows");
 }

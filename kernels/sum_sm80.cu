@@ -3,10 +3,11 @@
 #include "kernels/rows_cuda.cuh"
 #include "kernels/sum.h"
 
-/* Elements of one thread where everything is aligned, and slots' rows that it loads before it adds the first: of one
- * token, or of several that have few slots. */
+/* Elements of one thread where everything is aligned, and slots' rows that it loads before it adds the first. Many
+ * threads with few rows each: forms that hold more rows a thread, and so fewer threads, were slower (docs/performance).
+ */
 static const int kRun = 8;
-static const int kRowsInFlight = 8;
+static const int kRowsInFlight = 4;
 
 /* acc += weight * value, rounded twice as on the CPU, which forms no FMAs: memory bounds this kernel, and so both
  * backends give the same bits. */
@@ -33,102 +34,63 @@ template <typename Y> struct held_run<Y, 1> {
     Y part[1];
 };
 
-/* Which of a token's slots [first, first + kSlots) are used, as select says; -1 where there is none. */
-template <int kTokens, int kSlots>
-__device__ __forceinline__ void read_selected(const epmoei_row_sum_t &sum, int32_t num_tokens, int64_t token,
-                                              int32_t first, int32_t (&selected)[kTokens][kSlots])
-{
-#pragma unroll
-    for (int t = 0; t < kTokens; t++)
-#pragma unroll
-        for (int i = 0; i < kSlots; i++) {
-            const bool exists = token + t < num_tokens && first + i < sum.top_k;
-            selected[t][i] = !exists ? -1 : sum.select ? sum.select[(token + t) * sum.top_k + first + i] : 0;
-        }
-}
-
-template <typename Out, int kCount>
-__device__ __forceinline__ void finish_token(const epmoei_row_sum_t &sum, int64_t at, float (&acc)[kCount])
-{
-    float more[kCount];
-    if (sum.addend) {
-        epmoei_load_run(more, sum.addend + at);
-        add_run(acc, more, 1.0f);
-    }
-    if (sum.residual) {
-        epmoei_load_run(more, (const Out *)sum.residual + at);
-        add_run(acc, more, 1.0f);
-    }
-    epmoei_store_run((Out *)sum.out + at, acc);
-}
-
-/* A thread takes kTokens tokens at a time, kSlots slots of each at once. */
-template <typename Y, typename Out, int kCount, int kTokens>
+template <typename Y, typename Out, int kCount>
 static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t sum)
 {
-    constexpr int kSlots = kRowsInFlight / kTokens;
     epmoei_wait_for_predecessor();
     epmoei_allow_dependent();
-    int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
+    const int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
     if (col >= sum.hidden) return;
     const int32_t num_tokens = epmoei_device_tokens(sum.num_tokens_dev, sum.num_tokens);
-    /* Read ahead, since the rows wait for them. */
-    int32_t next[kTokens][kSlots];
-    read_selected(sum, num_tokens, (int64_t)blockIdx.y * kTokens, 0, next);
-    for (int64_t token = (int64_t)blockIdx.y * kTokens; token < num_tokens; token += (int64_t)gridDim.y * kTokens) {
-        float acc[kTokens][kCount] = {};
-        for (int32_t first = 0; first < sum.top_k; first += kSlots) {
-            held_run<Y, kCount> held[kTokens][kSlots];
-            float weights[kTokens][kSlots];
-            bool used[kTokens][kSlots];
-            if (first > 0) read_selected(sum, num_tokens, token, first, next);
+    for (int64_t token = blockIdx.y; token < num_tokens; token += gridDim.y) {
+        float acc[kCount] = {};
+        for (int32_t first = 0; first < sum.top_k; first += kRowsInFlight) {
+            held_run<Y, kCount> held[kRowsInFlight];
+            int32_t selected[kRowsInFlight];
+            float weights[kRowsInFlight];
+            bool used[kRowsInFlight];
+            const int64_t slot = token * sum.top_k + first;
 #pragma unroll
-            for (int t = 0; t < kTokens; t++)
+            for (int i = 0; i < kRowsInFlight; i++)
+                selected[i] = first + i >= sum.top_k ? -1 : sum.select ? sum.select[slot + i] : 0;
 #pragma unroll
-                for (int i = 0; i < kSlots; i++) {
-                    const int64_t slot = (token + t) * sum.top_k + first + i;
-                    const int64_t row = slot_row(sum, slot, next[t][i], col == 0);
-                    used[t][i] = row >= 0;
-                    if (!used[t][i]) continue;
-                    weights[t][i] = sum.weights ? sum.weights[slot] : 1.0f;
-                    held[t][i] = *(const held_run<Y, kCount> *)((const Y *)sum.y + row * sum.hidden + col);
-                }
-            if (first + kSlots >= sum.top_k)
-                read_selected(sum, num_tokens, token + (int64_t)gridDim.y * kTokens, 0, next);
+            for (int i = 0; i < kRowsInFlight; i++) {
+                const int64_t row = slot_row(sum, slot + i, selected[i], col == 0);
+                used[i] = row >= 0;
+                if (!used[i]) continue;
+                weights[i] = sum.weights ? sum.weights[slot + i] : 1.0f;
+                held[i] = *(const held_run<Y, kCount> *)((const Y *)sum.y + row * sum.hidden + col);
+            }
 #pragma unroll
-            for (int t = 0; t < kTokens; t++)
-#pragma unroll
-                for (int i = 0; i < kSlots; i++) {
-                    if (!used[t][i]) continue;
-                    float values[kCount];
-                    epmoei_load_run(values, (const Y *)&held[t][i]);
-                    add_run(acc[t], values, weights[t][i]);
-                }
+            for (int i = 0; i < kRowsInFlight; i++) {
+                if (!used[i]) continue;
+                float values[kCount];
+                epmoei_load_run(values, (const Y *)&held[i]);
+                add_run(acc, values, weights[i]);
+            }
         }
-#pragma unroll
-        for (int t = 0; t < kTokens; t++)
-            if (token + t < num_tokens) finish_token<Out>(sum, (token + t) * sum.hidden + col, acc[t]);
+        const int64_t at = token * sum.hidden + col;
+        float more[kCount];
+        if (sum.addend) {
+            epmoei_load_run(more, sum.addend + at);
+            add_run(acc, more, 1.0f);
+        }
+        if (sum.residual) {
+            epmoei_load_run(more, (const Out *)sum.residual + at);
+            add_run(acc, more, 1.0f);
+        }
+        epmoei_store_run((Out *)sum.out + at, acc);
     }
 }
 
 template <typename Y, typename Out, int kCount>
 static epmoe_status_t launch(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream)
 {
-    void (*kernel)(epmoei_row_sum_t) = row_sum_kernel<Y, Out, kCount, 1>;
-    int32_t tokens = 1;
-    /* One element at a time is for odd widths alone: the form with the least code is enough. */
-    if constexpr (kCount > 1) {
-        if (sum->top_k <= 2)
-            kernel = row_sum_kernel<Y, Out, kCount, 4>, tokens = 4;
-        else if (sum->top_k <= 4)
-            kernel = row_sum_kernel<Y, Out, kCount, 2>, tokens = 2;
-    }
-    const epmoei_device_info_t *device = epmoei_device_current();
-    epmoei_row_grid_t grid = epmoei_row_grid(epmoei_ceil_div(sum->num_tokens, tokens), sum->hidden / kCount);
-    /* Blocks that are all on the device at once read ahead over many tokens. */
-    const int64_t resident = epmoei_max64(1, (int64_t)device->num_sms * 4 / grid.blocks.x);
-    grid.blocks.y = (unsigned)epmoei_min64(grid.blocks.y, resident);
-    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, 0, stream, *sum), op);
+    epmoei_row_grid_t grid = epmoei_row_grid(sum->num_tokens, sum->hidden / kCount);
+    grid.blocks.y = (unsigned)epmoei_min64(sum->num_tokens, 65535); /* a block waits for one token's rows only */
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(row_sum_kernel<Y, Out, kCount>, grid.blocks, grid.threads, 0, stream, *sum),
+        op);
 }
 
 template <typename Y, typename Out>
