@@ -455,6 +455,144 @@ typedef struct epmoe_experts_args_t {
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
 
+/* ----------------------------------------------------------------------------------------- attention and sampling */
+
+/* How the blocks of a paged KV cache are laid out: B blocks of S slots, Hk heads of D columns.
+ *   V1   key [B,Hk,D/x,S,x], value [B,Hk,D,S]; x columns of a key are neighbours
+ *   NHD  key and value [B,S,Hk,D]
+ *   HND  key and value [B,Hk,S,D] */
+typedef enum epmoe_cache_layout_t {
+    EPMOE_CACHE_LAYOUT_V1 = 0,
+    EPMOE_CACHE_LAYOUT_NHD = 1,
+    EPMOE_CACHE_LAYOUT_HND = 2,
+} epmoe_cache_layout_t;
+
+#define EPMOE_MAX_HEAD_DIM 576 /* of keys in MLA: latent 512 + rope 64 */
+
+/* Attention of new tokens over a paged cache that already holds their own keys and values: prefill, decode and any mix
+ * of both in one call. Rows query_start[b] .. query_start[b+1]-1 of q belong to sequence b and are its last tokens: the
+ * i-th of n is at position p = seq_lens[b] - n + i. Key j of sequence b lies in slot j mod S of block
+ * block_table[b, j / S]; values have Dv columns in place of D. Query head h reads cache head h / (H / Hk).
+ *     s[j]   = scale * (q[t,h,:] . key[j,:])                for p - window < j <= p (window 0: for all j <= p)
+ *     o[t,h] = sum over j of exp(s[j]) * value[j,:] / (sum over j of exp(s[j]) + exp(sinks[h])),  fp32, rounded once
+ *   - An F8_E4M3 cache holds key / k_scale and value / v_scale.
+ *   - value_cache NULL: the values are the first Dv elements of the keys (MLA's absorbed decode: H query heads over one
+ *     cache head, D = latent + rope, Dv = latent; scale is then that of the unabsorbed head).
+ *   - Entries of block_table are read only for blocks that hold a visible key, so those past the end of a sequence and
+ *     those that have left the window may be anything. Slots without a visible key are never used, not even as NaN.
+ *   - A row of a sequence of length 0 (the padding of a batch), or whose scores are all -inf, is zeros. A NaN in q, a
+ *     visible key or value reaches only the rows that see it. Rows of o from query_start[B] on are not written.
+ * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D without
+ * value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases or
+ * passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
+ * read outside [0,N), k_scale or v_scale not finite and above 0. NOT_SUPPORTED on CUDA.
+ * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
+ * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
+typedef struct epmoe_attention_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;        /* T: rows of q and o */
+    int32_t num_seqs;          /* B */
+    int32_t num_heads;         /* H */
+    int32_t num_kv_heads;      /* Hk; 0 = H */
+    int32_t head_dim;          /* D: 1..EPMOE_MAX_HEAD_DIM */
+    int32_t value_dim;         /* Dv: 1..EPMOE_MAX_HEAD_DIM; 0 = D */
+    int32_t num_blocks;        /* N */
+    int32_t block_size;        /* S: any from 1 on */
+    int32_t max_blocks;        /* M: columns of block_table */
+    epmoe_dtype_t dtype;       /* of q and o: F32, BF16, F16 */
+    epmoe_dtype_t cache_dtype; /* dtype or F8_E4M3; 0 = dtype */
+    epmoe_cache_layout_t layout;
+    int32_t key_pack; /* x of V1; 0 = 16 / bytes per cached element */
+    int32_t window;   /* 0 = none */
+    float scale;      /* 0 = D^-0.5 */
+    const void *q;    /* [T,H,D] */
+    int64_t q_stride; /* elements from token to token; 0 = H*D */
+    const void *key_cache;
+    const void *value_cache;    /* or NULL: see above */
+    int64_t key_block_stride;   /* elements from block to block; 0 = S*Hk*D */
+    int64_t value_block_stride; /* 0 = S*Hk*Dv */
+    const float *k_scale;       /* [1], with an F8_E4M3 cache only; NULL = 1 */
+    const float *v_scale;       /* [1], the same; not read without value_cache */
+    const int32_t *block_table; /* [B,M] */
+    const int32_t *seq_lens;    /* [B] */
+    const int32_t *query_start; /* [B+1] */
+    const float *sinks;         /* [H] or NULL */
+    void *o;                    /* out [T,H,Dv] */
+} epmoe_attention_args_t;
+#define EPMOE_ATTENTION_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_attention_args_t)
+EPMOE_API epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epmoe_stream_t stream);
+
+#define EPMOE_MAX_VOCAB (1 << 22)
+
+/* One token per row of logits. In this order:
+ *   temperature  token i weighs w[i] = exp((logit[i] - largest logit) / temperature). temperature 0: the largest logit,
+ *                the lower id of equals; nothing below applies and uniform is not read
+ *   top_k        the k largest logits stay; of equals at the edge the lower ids
+ *   top_p        of these, by descending logit and then ascending id, the fewest whose weights reach top_p of their sum
+ *   min_p        of these, those with w[i] >= min_p
+ *   draw         the first of these, by id, at which the running sum of weights exceeds uniform times the total
+ * Weights are fixed-point numbers, trunc(2^40 * fp32 exp): sums are exact in any order, so that every kernel and thread
+ * count draws the same token. A token below 2^-40 of the likeliest is never drawn.
+ * NaN counts as -inf, +inf as the largest finite number. A row of nothing but -inf gets token -1.
+ * Errors: INVALID_ARGUMENT for V outside 1..EPMOE_MAX_VOCAB, temperature negative or not finite, top_k below -1, top_p
+ * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU. NOT_SUPPORTED
+ * on CUDA.
+ * Floor: bytes = B*V*b. */
+typedef struct epmoe_sample_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_rows;           /* B */
+    int32_t vocab_size;         /* V */
+    epmoe_dtype_t logits_dtype; /* F32 (0 = F32), BF16 or F16 */
+    const void *logits;         /* [B,V] */
+    int64_t logits_stride;      /* elements from row to row; 0 = V */
+    const float *uniform;       /* [B] in [0,1]; 1 draws the last token that stays; may be NULL with temperature 0 for
+                                   all rows */
+    float temperature;          /* 0 = greedy */
+    int32_t top_k;              /* 0, -1 or >= V = all */
+    float top_p;                /* 0 = 1 = all */
+    float min_p;                /* 0 = all */
+    const float *temperature_rows; /* these four: [B] or NULL, one value per row in place of the one above */
+    const int32_t *top_k_rows;
+    const float *top_p_rows;
+    const float *min_p_rows;
+    int32_t *tokens; /* out [B] */
+} epmoe_sample_args_t;
+#define EPMOE_SAMPLE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_sample_args_t)
+EPMOE_API epmoe_status_t epmoe_sample(const epmoe_sample_args_t *args, epmoe_stream_t stream);
+
+/* Speculative decoding: accepts or rejects a chain of G drafted tokens, so that every token has the target's
+ * distribution (Leviathan et al. 2023; Chen et al. 2023). Per row, for g ascending:
+ *     draft g is accepted if uniform[g] * draft_probs[g,id] < target_probs[g,id], that is u < p/q, compared exactly
+ *     the first rejected one is replaced by a draw from max(target_probs[g] - draft_probs[g], 0)
+ *     if none is rejected, a draw from target_probs[G] follows: the bonus token
+ * and the row ends. Both draws use uniform[G]: the first token, by id, at which the running sum exceeds uniform[G]
+ * times the total, in fixed point as in epmoe_sample. Where no difference is positive the draw is from target_probs[g].
+ *   - draft id -1 ends the row's drafts: the bonus is then drawn from target_probs at that place, and what stands
+ *     behind it is not read.
+ *   - draft_probs NULL: the drafter was certain, q = 1 at its id and 0 elsewhere.
+ *   - In a draw probabilities are clamped to [0,1] and NaN counts as 0; in an accept test a NaN rejects. A draw from
+ *     nothing but zeros gives token -1.
+ * Errors: INVALID_ARGUMENT for G < 0, V outside 1..EPMOE_MAX_VOCAB, on the CPU an id outside [-1,V) in front of the
+ * first -1, uniform outside [0,1] or NaN. NOT_SUPPORTED on CUDA.
+ * Floor: bytes = 8*B*V (difference) or 4*B*V (bonus), plus 20*B*(G+1). */
+typedef struct epmoe_spec_verify_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_rows;          /* B */
+    int32_t num_drafts;        /* G, may be 0 */
+    int32_t vocab_size;        /* V */
+    const int32_t *draft_ids;  /* [B,G] */
+    const float *draft_probs;  /* [B,G,V] or NULL */
+    const float *target_probs; /* [B,G+1,V] */
+    const float *uniform;      /* [B,G+1] in [0,1]: the accept tests, then the draw */
+    int32_t *tokens;           /* out [B,G+1]: accepted drafts, the drawn token, then -1 */
+    int32_t *accepted;         /* out [B]: drafts accepted */
+} epmoe_spec_verify_args_t;
+#define EPMOE_SPEC_VERIFY_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_spec_verify_args_t)
+EPMOE_API epmoe_status_t epmoe_spec_verify(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);
+
 /* ------------------------------------------------------------------------------------------------ communication */
 
 typedef struct epmoe_comm epmoe_comm_t; /* the ranks of one expert-parallel group */
