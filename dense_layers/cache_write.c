@@ -13,7 +13,7 @@ static epmoe_status_t check_cache_dtype(epmoe_cache_write_args_t *out)
 
 static epmoe_status_t check_layout(epmoe_cache_write_args_t *out)
 {
-    EPMOEI_CHECK(epmoei_check_range("layout", out->layout, EPMOE_CACHE_LAYOUT_V1, EPMOE_CACHE_LAYOUT_HND));
+    EPMOEI_CHECK(epmoei_check_range("layout", (int32_t)out->layout, EPMOE_CACHE_LAYOUT_V1, EPMOE_CACHE_LAYOUT_HND));
     EPMOEI_CHECK(epmoei_check_range("key_pack", out->key_pack, 0, INT32_MAX));
     if (out->key_pack == 0) out->key_pack = 16 / epmoe_dtype_size(out->cache_dtype);
     if (out->layout == EPMOE_CACHE_LAYOUT_V1 && out->head_dim % out->key_pack)

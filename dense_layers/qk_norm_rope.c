@@ -10,7 +10,7 @@ epmoe_status_t epmoei_qk_norm_rope_check(const epmoe_qk_norm_rope_args_t *args, 
     EPMOEI_CHECK(epmoei_check_range("num_kv_heads", out->num_kv_heads, 1, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("head_dim", out->head_dim, 2, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_rotary_dim(&out->rotary_dim, out->head_dim));
-    EPMOEI_CHECK(epmoei_check_range("style", out->style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
+    EPMOEI_CHECK(epmoei_check_range("style", (int32_t)out->style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
     EPMOEI_CHECK(epmoei_check_float_dtype("dtype", out->dtype));
     if (out->weight_dtype == EPMOE_DTYPE_NONE) out->weight_dtype = out->dtype;
     EPMOEI_CHECK(epmoei_check_float_dtype("weight_dtype", out->weight_dtype));

@@ -5,7 +5,7 @@
 static epmoe_status_t check_quant(const epmoe_rms_norm_args_t *args)
 {
     bool dynamic = args->quant == EPMOE_QUANT_TOKEN || args->quant == EPMOE_QUANT_BLOCK128;
-    EPMOEI_CHECK(epmoei_check_range("quant", args->quant, EPMOE_QUANT_NONE, EPMOE_QUANT_BLOCK128));
+    EPMOEI_CHECK(epmoei_check_range("quant", (int32_t)args->quant, EPMOE_QUANT_NONE, EPMOE_QUANT_BLOCK128));
     if (args->static_scale && args->quant != EPMOE_QUANT_TENSOR)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "static_scale is given: quant is %d, expected TENSOR",
                            (int)args->quant);

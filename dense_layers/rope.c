@@ -20,7 +20,7 @@ epmoe_status_t epmoei_rope_check(const epmoe_rope_args_t *args, epmoe_rope_args_
     EPMOEI_CHECK(epmoei_check_range("num_kv_heads", out->num_kv_heads, 0, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("head_dim", out->head_dim, 2, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_rotary_dim(&out->rotary_dim, out->head_dim));
-    EPMOEI_CHECK(epmoei_check_range("style", out->style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
+    EPMOEI_CHECK(epmoei_check_range("style", (int32_t)out->style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
     EPMOEI_CHECK(epmoei_check_range("inverse", out->inverse, 0, 1));
     EPMOEI_CHECK(epmoei_check_float_dtype("dtype", out->dtype));
     EPMOEI_CHECK(epmoei_check_stride("head_stride", &out->head_stride, out->head_dim, 1));

@@ -16,7 +16,8 @@ static epmoe_status_t check_number(const char *name, double *value, double initi
 static epmoe_status_t check_scaling(epmoe_rope_table_args_t *out)
 {
     const double tiny = 0x1p-1000;
-    EPMOEI_CHECK(epmoei_check_range("scaling", out->scaling, EPMOE_ROPE_SCALING_NONE, EPMOE_ROPE_SCALING_YARN));
+    EPMOEI_CHECK(
+        epmoei_check_range("scaling", (int32_t)out->scaling, EPMOE_ROPE_SCALING_NONE, EPMOE_ROPE_SCALING_YARN));
     EPMOEI_CHECK(check_number("factor", &out->factor, 1, 1));
     EPMOEI_CHECK(check_number("low_freq_factor", &out->low_freq_factor, 1, tiny));
     EPMOEI_CHECK(check_number("high_freq_factor", &out->high_freq_factor, 4, tiny));
