@@ -30,9 +30,7 @@ static epmoe_status_t check_cache(epmoe_attention_args_t *args)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "cache_dtype is %d (%s): expected %s as dtype, or f8_e4m3",
                            (int)args->cache_dtype, epmoe_dtype_string(args->cache_dtype),
                            epmoe_dtype_string(args->dtype));
-    if (args->cache_dtype != EPMOE_F8_E4M3 && (args->k_scale || args->v_scale))
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is given with a cache of %s: expected NULL, or f8_e4m3",
-                           args->k_scale ? "k_scale" : "v_scale", epmoe_dtype_string(args->cache_dtype));
+    if (args->cache_dtype != EPMOE_F8_E4M3) args->k_scale = args->v_scale = NULL;
     EPMOEI_CHECK(epmoei_check_range("layout", (int32_t)args->layout, EPMOE_CACHE_LAYOUT_V1, EPMOE_CACHE_LAYOUT_HND));
     if (args->layout == EPMOE_CACHE_LAYOUT_V1) {
         if (args->key_pack == 0) args->key_pack = 16 / epmoe_dtype_size(args->cache_dtype);

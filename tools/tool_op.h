@@ -30,8 +30,10 @@ typedef struct op_tensor_t {
 typedef enum op_key_kind_t {
     OP_COUNT,    /* whole number >= 1 */
     OP_GROUP,    /* whole number >= 1, or -1 */
+    OP_LIMIT,    /* whole number >= -1 */
     OP_REAL,     /* finite and not 0: 0 means "default" to the library */
     OP_POSITIVE, /* finite and above 0 */
+    OP_NATURAL,  /* finite and 0 or above */
     OP_CHOICE,   /* one of `choices`; its value is the index */
 } op_key_kind_t;
 

@@ -3,6 +3,7 @@
 #include "base/dtype.h"
 #include "tools/tool_util.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +42,17 @@ static epmoe_status_t parse_value(const op_key_t *key, const char *text, double 
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a whole number from 1, or -1",
                                key->name, text);
         *value = (double)number;
+        return EPMOE_OK;
+    case OP_LIMIT:
+        if (!tool_number(text, -1, INT32_MAX, &number))
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a whole number from -1 to %d",
+                               key->name, text, INT32_MAX);
+        *value = (double)number;
+        return EPMOE_OK;
+    case OP_NATURAL:
+        if (!tool_real(text, value) || !(*value >= 0 && *value <= (double)FLT_MAX))
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a finite number from 0 on",
+                               key->name, text);
         return EPMOE_OK;
     case OP_REAL:
     case OP_POSITIVE:

@@ -700,8 +700,8 @@ typedef struct epmoe_attention_args_t {
     const void *value_cache;    /* or NULL: see above */
     int64_t key_block_stride;   /* elements from block to block; 0 = S*Hk*D */
     int64_t value_block_stride; /* 0 = S*Hk*Dv */
-    const float *k_scale;       /* [1], with an F8_E4M3 cache only; NULL = 1 */
-    const float *v_scale;       /* [1], the same; not read without value_cache */
+    const float *k_scale;       /* [1] or NULL = 1; used with F8_E4M3 alone */
+    const float *v_scale;       /* the same; not used without value_cache */
     const int32_t *block_table; /* [B,M] */
     const int32_t *seq_lens;    /* [B] */
     const int32_t *query_start; /* [B+1] */
