@@ -4,13 +4,13 @@
 
 static epmoe_status_t check_quant(const epmoe_rms_norm_args_t *args)
 {
-    bool dynamic = args->quant == EPMOE_QUANT_TOKEN || args->quant == EPMOE_QUANT_BLOCK128;
-    EPMOEI_CHECK(epmoei_check_range("quant", (int32_t)args->quant, EPMOE_QUANT_NONE, EPMOE_QUANT_BLOCK128));
-    if (args->static_scale && args->quant != EPMOE_QUANT_TENSOR)
+    bool dynamic = args->quant == EPMOE_GRANULARITY_TOKEN || args->quant == EPMOE_GRANULARITY_BLOCK128;
+    EPMOEI_CHECK(epmoei_check_range("quant", (int32_t)args->quant, 0, EPMOE_GRANULARITY_BLOCK128));
+    if (args->static_scale && args->quant != EPMOE_GRANULARITY_TENSOR)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "static_scale is given: quant is %d, expected TENSOR",
                            (int)args->quant);
     if (args->num_tokens == 0) return EPMOE_OK;
-    if (args->quant == EPMOE_QUANT_TENSOR) EPMOEI_CHECK(epmoei_check_pointer("static_scale", args->static_scale));
+    if (args->quant == EPMOE_GRANULARITY_TENSOR) EPMOEI_CHECK(epmoei_check_pointer("static_scale", args->static_scale));
     if (dynamic) EPMOEI_CHECK(epmoei_check_pointer("scale", args->scale));
     return EPMOE_OK;
 }
@@ -21,7 +21,7 @@ static epmoe_status_t check_aliases(const epmoe_rms_norm_args_t *args)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "residual == %s: expected a buffer of its own",
                            args->residual == args->x ? "x" : "y");
     if (args->y != args->x) return EPMOE_OK;
-    if (args->quant != EPMOE_QUANT_NONE)
+    if (args->quant != 0)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "y == x with quant %d: expected a buffer of its own",
                            (int)args->quant);
     if (args->num_tokens > 1 && args->y_stride != args->x_stride)
@@ -54,10 +54,10 @@ epmoe_status_t epmoei_rms_norm_check(const epmoe_rms_norm_args_t *args, epmoe_rm
 epmoei_floor_t epmoei_rms_norm_floor(const epmoe_rms_norm_args_t *args)
 {
     double element = epmoe_dtype_size(args->dtype), rows = args->num_tokens, d = args->hidden;
-    double out = args->quant == EPMOE_QUANT_NONE ? element : 1;
+    double out = args->quant == 0 ? element : 1;
     double bytes = rows * d * (element + out + (args->residual ? 2 * element : 0));
     bytes += d * epmoe_dtype_size(args->weight_dtype) + rows * 4 * (double)epmoei_rms_norm_scales(args);
-    return (epmoei_floor_t){.bytes = bytes + (args->quant == EPMOE_QUANT_TENSOR ? 4 : 0)};
+    return (epmoei_floor_t){.bytes = bytes + (args->quant == EPMOE_GRANULARITY_TENSOR ? 4 : 0)};
 }
 
 epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream)

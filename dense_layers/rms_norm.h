@@ -27,8 +27,8 @@ epmoei_floor_t epmoei_rms_norm_floor(const epmoe_rms_norm_args_t *args);
 /* Scales in a row: 0, 1 or one for each 128 columns. */
 static inline int64_t epmoei_rms_norm_scales(const epmoe_rms_norm_args_t *args)
 {
-    if (args->quant == EPMOE_QUANT_TOKEN) return 1;
-    return args->quant == EPMOE_QUANT_BLOCK128 ? epmoei_ceil_div(args->hidden, 128) : 0;
+    if (args->quant == EPMOE_GRANULARITY_TOKEN) return 1;
+    return args->quant == EPMOE_GRANULARITY_BLOCK128 ? epmoei_ceil_div(args->hidden, 128) : 0;
 }
 
 epmoe_status_t epmoei_rms_norm_ref(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);

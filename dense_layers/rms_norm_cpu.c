@@ -64,7 +64,7 @@ static void quantise(const epmoe_rms_norm_args_t *args, int64_t t, int64_t first
     uint8_t *codes = (uint8_t *)args->y + t * args->y_stride + first;
     normalise(args, t, first, cols, r, values);
     round_block(values, args->dtype, cols);
-    if (args->quant != EPMOE_QUANT_BLOCK128) {
+    if (args->quant != EPMOE_GRANULARITY_BLOCK128) {
         encode(codes, values, cols, epmoei_load(scale, EPMOE_F32, 0));
         return;
     }
@@ -100,12 +100,12 @@ static void norm_row(const epmoe_rms_norm_args_t *args, int64_t t)
     }
     float r = epmoei_square_sum_rsqrt(&sum, args->hidden, args->eps);
     float *scale = args->scale ? args->scale + t * epmoei_rms_norm_scales(args) : NULL;
-    float fixed = args->quant == EPMOE_QUANT_TENSOR ? epmoei_load(args->static_scale, EPMOE_F32, 0) : 0;
-    if (args->quant == EPMOE_QUANT_TENSOR) scale = &fixed;
-    if (args->quant == EPMOE_QUANT_TOKEN) epmoei_store(scale, EPMOE_F32, 0, row_scale(args, t, r));
+    float fixed = args->quant == EPMOE_GRANULARITY_TENSOR ? epmoei_load(args->static_scale, EPMOE_F32, 0) : 0;
+    if (args->quant == EPMOE_GRANULARITY_TENSOR) scale = &fixed;
+    if (args->quant == EPMOE_GRANULARITY_TOKEN) epmoei_store(scale, EPMOE_F32, 0, row_scale(args, t, r));
     for (int64_t first = 0; first < args->hidden; first += EPMOEI_BLOCK_COLS) {
         int64_t cols = epmoei_min64(EPMOEI_BLOCK_COLS, args->hidden - first);
-        if (args->quant != EPMOE_QUANT_NONE) {
+        if (args->quant != 0) {
             quantise(args, t, first, cols, r, scale);
             continue;
         }

@@ -29,7 +29,7 @@ static void quantise(const epmoe_rms_norm_args_t *args, int64_t t, int64_t first
 {
     float amax = 0;
     for (int64_t i = first; i < last; i++) amax = epmoei_amax(amax, normalised(args, t, i, r));
-    if (args->quant != EPMOE_QUANT_TENSOR) *scale = epmoei_e4m3_scale(amax);
+    if (args->quant != EPMOE_GRANULARITY_TENSOR) *scale = epmoei_e4m3_scale(amax);
     for (int64_t i = first; i < last; i++)
         ((uint8_t *)args->y)[t * args->y_stride + i] = epmoei_f32_to_e4m3(normalised(args, t, i, r) / *scale);
 }
@@ -38,7 +38,7 @@ epmoe_status_t epmoei_rms_norm_ref(const epmoe_rms_norm_args_t *args, epmoe_stre
 {
     (void)stream;
     EPMOEI_CHECK(epmoei_check_scale("static_scale", args->static_scale));
-    int64_t d = args->hidden, group = args->quant == EPMOE_QUANT_BLOCK128 ? 128 : d;
+    int64_t d = args->hidden, group = args->quant == EPMOE_GRANULARITY_BLOCK128 ? 128 : d;
     for (int64_t t = 0; t < args->num_tokens; t++) {
         epmoei_square_sum_t sum = {{0}};
         add_residual(args, t);
@@ -47,9 +47,9 @@ epmoe_status_t epmoei_rms_norm_ref(const epmoe_rms_norm_args_t *args, epmoe_stre
             sum.lanes[i % EPMOEI_SQUARE_LANES] += s * s;
         }
         float r = epmoei_square_sum_rsqrt(&sum, d, args->eps);
-        for (int64_t i = 0; i < d && args->quant == EPMOE_QUANT_NONE; i++)
+        for (int64_t i = 0; i < d && args->quant == 0; i++)
             epmoei_store(args->y, args->dtype, t * args->y_stride + i, normalised(args, t, i, r));
-        for (int64_t first = 0; first < d && args->quant != EPMOE_QUANT_NONE; first += group) {
+        for (int64_t first = 0; first < d && args->quant != 0; first += group) {
             float scale = args->static_scale ? epmoei_load(args->static_scale, EPMOE_F32, 0) : 0;
             quantise(args, t, first, epmoei_min64(first + group, d), r, &scale);
             if (args->scale && !args->static_scale)

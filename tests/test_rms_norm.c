@@ -44,7 +44,7 @@ static void run(const epmoe_rms_norm_args_t *args)
                                                                                         epmoei_rms_norm_cpu};
     epmoe_rms_norm_args_t checked[2];
     int32_t size = epmoe_dtype_size(args->dtype);
-    epmoe_dtype_t y_dtype = args->quant == EPMOE_QUANT_NONE ? args->dtype : EPMOE_F8_E4M3;
+    epmoe_dtype_t y_dtype = args->quant == 0 ? args->dtype : EPMOE_F8_E4M3;
     int64_t x_count = 0, y_count = 0, r_count = 0, scales = 0;
     for (int i = 0; i < 2; i++) {
         epmoe_rms_norm_args_t *own = &checked[i];
@@ -304,12 +304,12 @@ Test(rms_norm, quantised_bits_are_those_of_the_unfused_chain)
     const int32_t widths[] = {130, 1024, 1, 2880, 128};
     for (int round = 0; round < 90; round++) {
         epmoe_dtype_t dtype = op_dtypes[round % 3].dtype;
-        epmoe_quant_t quant = (epmoe_quant_t)(EPMOE_QUANT_TENSOR + round / 3 % 3);
+        epmoe_granularity_t quant = (epmoe_granularity_t)(EPMOE_GRANULARITY_TENSOR + round / 3 % 3);
         bool residual = round / 9 % 2;
         int32_t hidden = widths[round / 18], num_tokens = testing_range(&rng, 1, 5), size = epmoe_dtype_size(dtype);
         float fixed = 0.01f;
         rows_t rows = make_rows(&rng, num_tokens, hidden, dtype, residual, 0);
-        int64_t count = (int64_t)num_tokens * hidden, group = quant == EPMOE_QUANT_BLOCK128 ? 128 : hidden;
+        int64_t count = (int64_t)num_tokens * hidden, group = quant == EPMOE_GRANULARITY_BLOCK128 ? 128 : hidden;
         int64_t per_row = (hidden + group - 1) / group;
         /* A row with outliers, a row of zeros. */
         epmoei_store(rows.x, dtype, hidden / 2, 100);
@@ -327,7 +327,7 @@ Test(rms_norm, quantised_bits_are_those_of_the_unfused_chain)
         args.quant = quant;
         args.y = codes;
         args.y_stride = hidden + 3;
-        if (quant == EPMOE_QUANT_TENSOR)
+        if (quant == EPMOE_GRANULARITY_TENSOR)
             args.static_scale = &fixed;
         else
             args.scale = scales;
@@ -338,7 +338,7 @@ Test(rms_norm, quantised_bits_are_those_of_the_unfused_chain)
                 float amax = 0, scale = fixed;
                 for (int64_t i = first; i < last; i++)
                     amax = fmaxf(amax, fabsf(epmoei_load(rows.y, dtype, t * hidden + i)));
-                if (quant != EPMOE_QUANT_TENSOR) {
+                if (quant != EPMOE_GRANULARITY_TENSOR) {
                     scale = fmaxf(amax / 448, 0x1p-126f);
                     cr_assert_eq(scales[t * per_row + first / group], scale);
                 }
@@ -364,7 +364,7 @@ Test(rms_norm, quantised_by_hand)
     for (int i = 0; i < D; i++) x[i] = i < 128 ? 1 : 0, w[i] = sqrtf(128.0f / D);
     epmoe_rms_norm_args_t args = make(1, D, EPMOE_F32, x, w, y);
     args.eps = 1e-30f;
-    args.quant = EPMOE_QUANT_BLOCK128;
+    args.quant = EPMOE_GRANULARITY_BLOCK128;
     args.scale = scale;
     run(&args);
     cr_assert(fabsf(scale[0] * 448 - 1) < 1e-6f, "scale %g", (double)scale[0]);
@@ -372,7 +372,7 @@ Test(rms_norm, quantised_by_hand)
     for (int i = 0; i < D; i++) cr_assert_eq(y[i], i < 128 ? 0x7E : 0x00, "%d: %02x", i, y[i]);
     /* A static scale saturates. */
     const float fixed = 1.0f / 1024;
-    args.quant = EPMOE_QUANT_TENSOR;
+    args.quant = EPMOE_GRANULARITY_TENSOR;
     args.static_scale = &fixed;
     run(&args);
     for (int i = 0; i < D; i++) cr_assert_eq(y[i], i < 128 ? 0x7E : 0x00);
@@ -397,7 +397,7 @@ Test(rms_norm, nan_and_infinity_stay_in_their_row)
         cr_assert(i == 0 ? isnan(y[2 * D]) : y[2 * D + i] == 0);
     }
     args.y = codes;
-    args.quant = EPMOE_QUANT_TOKEN;
+    args.quant = EPMOE_GRANULARITY_TOKEN;
     args.scale = scale;
     run(&args);
     for (int i = 0; i < D; i++) cr_assert(codes[i] == 0x7E && codes[D + i] == 0x7F && codes[3 * D + i] == 0x7E);
@@ -408,7 +408,7 @@ Test(rms_norm, no_tokens)
 {
     epmoe_rms_norm_args_t args = make(0, 8, EPMOE_BF16, NULL, NULL, NULL);
     for (int quant = 0; quant < 4; quant++) {
-        args.quant = (epmoe_quant_t)quant;
+        args.quant = (epmoe_granularity_t)quant;
         cr_assert_eq(epmoe_rms_norm(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
     }
 }
@@ -433,21 +433,21 @@ Test(rms_norm, errors_name_the_argument_and_leave_the_output)
     REJECTS("eps is", bad.eps = NAN);
     REJECTS("eps is inf", bad.eps = INFINITY);
     REJECTS("weight_offset is 2", bad.weight_offset = 2);
-    REJECTS("quant is 4", bad.quant = (epmoe_quant_t)4);
-    REJECTS("quant is -1", bad.quant = (epmoe_quant_t)-1);
+    REJECTS("quant is 4", bad.quant = (epmoe_granularity_t)4);
+    REJECTS("quant is -1", bad.quant = (epmoe_granularity_t)-1);
     REJECTS("x is NULL", bad.x = NULL);
     REJECTS("weight is NULL", bad.weight = NULL);
     REJECTS("y is NULL", bad.y = NULL);
     REJECTS("residual == x", bad.residual = x);
     REJECTS("residual == y", bad.residual = y);
     REJECTS("y == x", (bad.y = x, bad.y_stride = 9));
-    REJECTS("y == x with quant", (bad.y = x, bad.quant = EPMOE_QUANT_TOKEN, bad.scale = scale));
-    REJECTS("scale is NULL", bad.quant = EPMOE_QUANT_TOKEN);
-    REJECTS("scale is NULL", bad.quant = EPMOE_QUANT_BLOCK128);
-    REJECTS("static_scale is NULL", bad.quant = EPMOE_QUANT_TENSOR);
+    REJECTS("y == x with quant", (bad.y = x, bad.quant = EPMOE_GRANULARITY_TOKEN, bad.scale = scale));
+    REJECTS("scale is NULL", bad.quant = EPMOE_GRANULARITY_TOKEN);
+    REJECTS("scale is NULL", bad.quant = EPMOE_GRANULARITY_BLOCK128);
+    REJECTS("static_scale is NULL", bad.quant = EPMOE_GRANULARITY_TENSOR);
     REJECTS("static_scale is given", bad.static_scale = bad_scale);
     for (int i = 0; i < 4; i++) {
-        REJECTS("static_scale is", (bad.quant = EPMOE_QUANT_TENSOR, bad.static_scale = &bad_scale[i]));
+        REJECTS("static_scale is", (bad.quant = EPMOE_GRANULARITY_TENSOR, bad.static_scale = &bad_scale[i]));
         cr_assert_eq(residual[0], 0);
     }
     REJECTS("backend is 7", bad.backend = (epmoe_backend_t)7);
@@ -473,9 +473,9 @@ Test(rms_norm, floor_counts_each_byte_once)
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 4 + 512);
     args.residual = &residual;
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 8 + 512);
-    args.quant = EPMOE_QUANT_BLOCK128;
+    args.quant = EPMOE_GRANULARITY_BLOCK128;
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 7 + 512 + 3 * 2 * 4);
     args.residual = NULL;
-    args.quant = EPMOE_QUANT_TENSOR;
+    args.quant = EPMOE_GRANULARITY_TENSOR;
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 3 + 512 + 4);
 }

@@ -7,7 +7,7 @@
 
 #define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
 
-#define QUANTS  "none,tensor,token,block128" /* = epmoe_quant_t */
+#define QUANTS  "none,tensor,token,block128" /* 0, and epmoe_granularity_t */
 #define STYLES  "neox,gptj"                  /* = epmoe_rope_style_t */
 #define LAYOUTS "v1,nhd,hnd"                 /* = epmoe_cache_layout_t */
 #define BOOLEAN "0,1"
@@ -31,7 +31,7 @@ const op_key_t op_rms_norm_keys[] = {
 static epmoe_status_t take_static_scale(const op_context_t *context, epmoe_rms_norm_args_t *args)
 {
     const op_value_t *scale = op_tensor(context, "scale");
-    bool wanted = args->quant == EPMOE_QUANT_TENSOR;
+    bool wanted = args->quant == EPMOE_GRANULARITY_TENSOR;
     if (scale->present != wanted)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'scale' is %s: expected it with quant=tensor only",
                            scale->present ? "given" : "missing");
@@ -52,19 +52,19 @@ epmoe_status_t op_rms_norm_run(op_context_t *context)
     args.weight = op_tensor(context, "weight")->data;
     args.eps = op_real(context, "eps");
     args.weight_offset = op_number(context, "offset");
-    args.quant = (epmoe_quant_t)op_number(context, "quant");
+    args.quant = (epmoe_granularity_t)op_number(context, "quant");
     if (residual->present && residual->dtype != x->dtype)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'residual' has dtype %s: expected that of x, %s",
                            epmoe_dtype_string(residual->dtype), epmoe_dtype_string(x->dtype));
     EPMOEI_CHECK(take_static_scale(context, &args));
-    epmoe_dtype_t y_dtype = args.quant == EPMOE_QUANT_NONE ? x->dtype : EPMOE_F8_E4M3;
+    epmoe_dtype_t y_dtype = args.quant == 0 ? x->dtype : EPMOE_F8_E4M3;
     args.y = op_output(context, "y", y_dtype, OP_SHAPE(args.num_tokens, args.hidden));
     if (!args.y) return NO_MEMORY;
     if (residual->present && !(args.residual = op_output_copy(context, "residual", residual))) return NO_MEMORY;
-    if (args.quant == EPMOE_QUANT_TENSOR && !op_output_copy(context, "scale", op_tensor(context, "scale")))
+    if (args.quant == EPMOE_GRANULARITY_TENSOR && !op_output_copy(context, "scale", op_tensor(context, "scale")))
         return NO_MEMORY;
-    int64_t scales = args.quant == EPMOE_QUANT_BLOCK128 ? epmoei_ceil_div(args.hidden, 128) : 1;
-    if (args.quant == EPMOE_QUANT_TOKEN || args.quant == EPMOE_QUANT_BLOCK128) {
+    int64_t scales = args.quant == EPMOE_GRANULARITY_BLOCK128 ? epmoei_ceil_div(args.hidden, 128) : 1;
+    if (args.quant == EPMOE_GRANULARITY_TOKEN || args.quant == EPMOE_GRANULARITY_BLOCK128) {
         args.scale = op_output(context, "scale", EPMOE_F32, OP_SHAPE(args.num_tokens, scales));
         if (!args.scale) return NO_MEMORY;
     }

@@ -460,13 +460,12 @@ EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_s
 /* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
  * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
 
-/* Whether an op that ends in E4M3 makes the scale, and for what part of a row. stored = value / scale. */
-typedef enum epmoe_quant_t {
-    EPMOE_QUANT_NONE = 0,
-    EPMOE_QUANT_TENSOR = 1,   /* static: the caller gives one scale */
-    EPMOE_QUANT_TOKEN = 2,    /* one scale per row, out [T,1] */
-    EPMOE_QUANT_BLOCK128 = 3, /* one scale per 128 columns of a row, out [T, ceil(d/128)] */
-} epmoe_quant_t;
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
 
 /* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
  *     s[t,:] = residual ? round(x[t,:] + residual[t,:], dtype) : x[t,:]; residual[t,:] = s[t,:]
@@ -497,9 +496,9 @@ typedef struct epmoe_rms_norm_args_t {
     int32_t weight_offset; /* 0 or 1: the weight counts as 1 + w, added in fp32 */
     void *y;               /* out [T,d]: dtype, or F8_E4M3 with quant */
     int64_t y_stride;
-    epmoe_quant_t quant;
-    const float *static_scale; /* [1]: TENSOR only */
-    float *scale;              /* out: TOKEN and BLOCK128 only */
+    epmoe_granularity_t quant; /* 0 = none: y is not quantised */
+    const float *static_scale; /* [1]: with TENSOR, and only then */
+    float *scale;              /* out: with TOKEN and BLOCK128, see epmoe_granularity_t */
 } epmoe_rms_norm_args_t;
 #define EPMOE_RMS_NORM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rms_norm_args_t)
 EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);
