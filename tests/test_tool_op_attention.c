@@ -146,7 +146,6 @@ Test(tool_op_attention, attention_refuses)
                   {"seq_lens", EPMOE_I32, 1, {1}, length}, {"query_start", EPMOE_I32, 1, {1}, start},
                   {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys});
     refuses("attention", "--set layout=nhd", "query_start|1 elements|expected 2");
-    refuses("attention", "--set layout=v1", "key_cache");
 }
 
 /* Probabilities .1 .2 .3 .4, and a row without any. */
