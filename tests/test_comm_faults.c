@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #define SIZE      4
-#define TIMEOUT_S 0.5
+#define TIMEOUT_S 1.5
 
 typedef struct scene_t {
     exchange_case_t exchange;
