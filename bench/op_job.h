@@ -15,6 +15,7 @@
 typedef struct op_output_t {
     buffer_t *out; /* one of the job's */
     void *ref;
+    const void *initial; /* of an op in place: what its check begins with; NULL otherwise */
     epmoe_dtype_t dtype; /* I32: compared bit by bit */
     int64_t rows;
     int64_t cols;
@@ -29,6 +30,10 @@ typedef union op_args_t {
     epmoe_silu_and_mul_args_t silu;
     epmoe_sum_args_t sum;
     epmoei_route_args_t route;
+    epmoe_rms_norm_args_t norm;
+    epmoe_rope_args_t rope;
+    epmoe_qk_norm_rope_args_t qk;
+    epmoe_cache_write_args_t cache;
 } op_args_t;
 
 typedef struct op_job_t op_job_t;
@@ -45,9 +50,10 @@ typedef struct op_kind_t {
 } op_kind_t;
 #define OP_AT(member) offsetof(op_args_t, member)
 
-extern const op_kind_t op_topk, op_align, op_permute, op_unpermute; /* op_rows.c */
-extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;    /* op_math.c */
-extern const op_kind_t op_router;                                   /* op_router.c */
+extern const op_kind_t op_topk, op_align, op_permute, op_unpermute;           /* op_rows.c */
+extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;              /* op_math.c */
+extern const op_kind_t op_router;                                             /* op_router.c */
+extern const op_kind_t op_rms_norm, op_rope, op_qk_norm_rope, op_cache_write; /* op_dense.c */
 
 struct op_job_t {
     const bench_t *bench;

@@ -11,9 +11,12 @@ typedef enum op_kind_t {
     OP_AS_F32, /* F32, BF16 or F16, converted to F32 */
     OP_F32,    /* F32 only */
     OP_INDEX,  /* I32, or I64 within the range of I32; as I32 */
+    OP_WIDE,   /* I32 or I64, as it is */
+    OP_CACHE,  /* F32, BF16, F16 or F8_E4M3, as it is */
 } op_kind_t;
 
-/* A shape is a list of dimensions: a letter stands for a size that is the same wherever it occurs, "2f" for twice that.
+/* A shape is a list of dimensions: a letter stands for a size that is the same wherever it occurs, "2f" for twice that,
+ * "1" for one.
  * The table's order is the order in which the letters are learnt. */
 typedef struct op_tensor_t {
     const char *name;  /* NULL ends a list */
@@ -21,6 +24,7 @@ typedef struct op_tensor_t {
     const char *shape;
     op_kind_t kind;
     bool optional;
+    bool any_shape; /* `shape` is for the help alone: the op looks at the sizes itself */
 } op_tensor_t;
 
 typedef enum op_key_kind_t {
@@ -59,6 +63,8 @@ typedef struct op_value_t {
     epmoe_dtype_t dtype;
     void *data; /* in the backend's memory */
     void *host; /* the same in host memory */
+    int32_t num_dims;
+    int64_t shape[EPMOEI_MAX_DIMS];
 } op_value_t;
 const op_value_t *op_tensor(const op_context_t *context, const char *name);
 int32_t op_dim(const op_context_t *context, char letter);
@@ -73,6 +79,8 @@ epmoe_backend_t op_backend(const op_context_t *context);
 void *op_output(op_context_t *context, const char *name, epmoe_dtype_t dtype, int32_t num_dims, const int64_t *shape);
 #define OP_SHAPE(...)                                                                                                  \
     (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]) { __VA_ARGS__ }
+/* The same, beginning as a copy of an input: for ops that work in place. */
+void *op_output_copy(op_context_t *context, const char *name, const op_value_t *value);
 /* Scratch of the backend's memory that lives as long as the context; NULL when there is no memory. */
 void *op_scratch(op_context_t *context, int64_t bytes);
 /* The same of host memory, once per op. */

@@ -1,4 +1,5 @@
 #include "tools/tool_op.h"
+#include "tools/tool_op_dense.h"
 
 #include "base/device.h"
 #include "base/dtype.h"
@@ -312,10 +313,22 @@ const op_t tool_ops[] = {
      .keys = silu_and_mul_keys},
     {.name = "sum", .outputs = "out", .run = run_sum, .tensors = sum_tensors, .keys = sum_keys},
     {.name = "quantize_fp8"},
-    {.name = "rms_norm"},
-    {.name = "rope"},
-    {.name = "qk_norm_rope"},
-    {.name = "cache_write"},
+    {.name = "rms_norm",
+     .outputs = "y, residual?, scale?",
+     .run = op_rms_norm_run,
+     .tensors = op_rms_norm_tensors,
+     .keys = op_rms_norm_keys},
+    {.name = "rope", .outputs = "q, k", .run = op_rope_run, .tensors = op_rope_tensors, .keys = op_rope_keys},
+    {.name = "qk_norm_rope",
+     .outputs = "qkv",
+     .run = op_qk_norm_rope_run,
+     .tensors = op_qk_norm_rope_tensors,
+     .keys = op_qk_norm_rope_keys},
+    {.name = "cache_write",
+     .outputs = "key_cache, value_cache",
+     .run = op_cache_write_run,
+     .tensors = op_cache_write_tensors,
+     .keys = op_cache_write_keys},
     {.name = "attention"},
     {.name = "sample"},
     {.name = "spec_verify"},

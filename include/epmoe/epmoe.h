@@ -3,7 +3,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Three levels, each usable alone:
- *   ops            epmoe_topk ... epmoe_sum: one stage on caller-owned buffers
+ *   ops            epmoe_topk ... epmoe_cache_write: one stage on caller-owned buffers
  *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
  *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
  *
@@ -454,6 +454,203 @@ typedef struct epmoe_experts_args_t {
 #define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
+
+/* ---------------------------------------------------------------------------------------------------- dense ops */
+
+/* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
+ * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
+
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
+
+/* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
+ *     s[t,:] = residual ? round(x[t,:] + residual[t,:], dtype) : x[t,:]; residual[t,:] = s[t,:]
+ *     n[t,i] = s[t,i] * rsqrt(mean over i of s[t,i]^2 + eps) * (w[i] + (weight_offset ? 1 : 0))
+ *     y[t,:] = round(n[t,:], dtype)
+ * with fp32 arithmetic in the order written, the sum of squares wide enough that no finite row overflows it, and the
+ * rounded s is what is squared and normalised. With quant y is E4M3 and has the bits that quantising the rounded rows
+ * would give: amax and codes are of round(n, dtype), scale = max(amax / 448, 2^-126), saturating, NaN = 0x7F; a NaN
+ * does not count for amax.
+ * y may alias x with the same stride and without quant. residual is read and written; it must not alias x or y.
+ * A NaN or infinity spreads to its own row only.
+ * Errors: INVALID_ARGUMENT for sizes below 1, a negative eps, a stride below the row, NULL pointers, on the CPU also
+ * for a static scale that is not finite and above 0.
+ * Floor: bytes = T*d*(b + b_y (+ 2*b with a residual)) + d*b_w, and the scales. */
+typedef struct epmoe_rms_norm_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;         /* T */
+    int32_t hidden;             /* d */
+    epmoe_dtype_t dtype;        /* of x, residual and y without quant: F32, BF16, F16 */
+    epmoe_dtype_t weight_dtype; /* 0 = dtype */
+    const void *x;              /* [T,d] */
+    int64_t x_stride;
+    void *residual; /* in and out [T,d], or NULL */
+    int64_t residual_stride;
+    const void *weight;    /* [d] */
+    float eps;             /* 0 = 1e-6 */
+    int32_t weight_offset; /* 0 or 1: the weight counts as 1 + w, added in fp32 */
+    void *y;               /* out [T,d]: dtype, or F8_E4M3 with quant */
+    int64_t y_stride;
+    epmoe_granularity_t quant; /* 0 = none: y is not quantised */
+    const float *static_scale; /* [1]: with TENSOR, and only then */
+    float *scale;              /* out: with TOKEN and BLOCK128, see epmoe_granularity_t */
+} epmoe_rms_norm_args_t;
+#define EPMOE_RMS_NORM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rms_norm_args_t)
+EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);
+
+/* Which two columns of a head make pair i < rotary_dim / 2. */
+typedef enum epmoe_rope_style_t {
+    EPMOE_ROPE_NEOX = 0, /* i and i + rotary_dim / 2 */
+    EPMOE_ROPE_GPTJ = 1, /* 2i and 2i + 1 */
+} epmoe_rope_style_t;
+
+/* Rotary position embedding (Su et al. 2021) in place. For pair i = (a, b) of every head, at the token's position p,
+ * with c = cos_sin[p, i] and s = cos_sin[p, rotary_dim/2 + i] (inverse: -s):
+ *     a' = a*c - b*s;  b' = b*c + a*s            fp32, rounded once
+ * Columns from rotary_dim on are untouched. q and k may lie in one packed buffer.
+ * Errors: INVALID_ARGUMENT for an odd rotary_dim, one above head_dim, sizes out of range, NULL pointers; on the CPU
+ * also for a position outside [0, num_positions), and nothing is written.
+ * Floor: bytes = 2*T*(H+Hk)*rotary_dim*b + T*(4*rotary_dim + bytes of a position). */
+typedef struct epmoe_rope_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;   /* T */
+    int32_t num_heads;    /* H */
+    int32_t num_kv_heads; /* Hk; 0 with k NULL */
+    int32_t head_dim;     /* D */
+    int32_t rotary_dim;   /* 0 = D; even, at most D */
+    epmoe_rope_style_t style;
+    int32_t inverse;     /* 0 or 1: rotates back */
+    epmoe_dtype_t dtype; /* F32, BF16, F16 */
+    void *q;             /* in and out [T,H,D] */
+    int64_t q_stride;    /* from token to token; 0 = H heads */
+    void *k;             /* in and out [T,Hk,D], or NULL */
+    int64_t k_stride;
+    int64_t head_stride;           /* from head to head, of q and k; 0 = D */
+    epmoe_dtype_t positions_dtype; /* I64 (0 = I64) or I32 */
+    const void *positions;         /* [T] */
+    const float *cos_sin;          /* [num_positions, rotary_dim]: first half cos, second half sin */
+    int32_t num_positions;         /* P */
+} epmoe_rope_args_t;
+#define EPMOE_ROPE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rope_args_t)
+EPMOE_API epmoe_status_t epmoe_rope(const epmoe_rope_args_t *args, epmoe_stream_t stream);
+
+/* RMSNorm of each head of q and k, then rotary position embedding, in place on the packed rows of a qkv projection:
+ * heads 0..H-1 are q, the next Hk k, the last Hk v, which is untouched. The maths are those of epmoe_rms_norm over D
+ * columns and of epmoe_rope; nothing is rounded between the two. Columns from rotary_dim on are normalised only.
+ * Errors: as of the two.
+ * Floor: bytes = 2*T*(H+Hk)*D*b + T*(4*rotary_dim + bytes of a position). */
+typedef struct epmoe_qk_norm_rope_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;
+    int32_t num_heads;    /* H */
+    int32_t num_kv_heads; /* Hk */
+    int32_t head_dim;     /* D */
+    int32_t rotary_dim;   /* 0 = D; even, at most D */
+    epmoe_rope_style_t style;
+    epmoe_dtype_t dtype;           /* F32, BF16, F16 */
+    epmoe_dtype_t weight_dtype;    /* 0 = dtype */
+    void *qkv;                     /* in and out [T,H+2*Hk,D] */
+    int64_t qkv_stride;            /* from token to token; 0 = H + 2*Hk heads */
+    const void *q_weight;          /* [D] */
+    const void *k_weight;          /* [D] */
+    float eps;                     /* 0 = 1e-6 */
+    int32_t weight_offset;         /* 0 or 1 */
+    epmoe_dtype_t positions_dtype; /* I64 (0 = I64) or I32 */
+    const void *positions;         /* [T] */
+    const float *cos_sin;          /* as in epmoe_rope_args_t */
+    int32_t num_positions;
+} epmoe_qk_norm_rope_args_t;
+#define EPMOE_QK_NORM_ROPE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_qk_norm_rope_args_t)
+EPMOE_API epmoe_status_t epmoe_qk_norm_rope(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream);
+
+/* How a model stretches its rotary frequencies f[i] = base^(-2i / rotary_dim) to longer contexts:
+ *   LINEAR  f / factor
+ *   LLAMA3  by wavelength 2*pi/f against L = original_positions: f above L / low_freq_factor becomes f / factor, below
+ *           L / high_freq_factor stays, between the two a blend (Llama 3.1)
+ *   YARN    f / factor where a dimension turns less than beta_slow times in L, f where it turns more than beta_fast
+ *           times, a ramp between; cos and sin times the attention factor (Peng et al. 2023) */
+typedef enum epmoe_rope_scaling_t {
+    EPMOE_ROPE_SCALING_NONE = 0,
+    EPMOE_ROPE_SCALING_LINEAR = 1,
+    EPMOE_ROPE_SCALING_LLAMA3 = 2,
+    EPMOE_ROPE_SCALING_YARN = 3,
+} epmoe_rope_scaling_t;
+
+/* Fills a cos_sin table on the host, in double precision, rounded once.
+ * YARN's attention factor: attention_factor if given; with mscale and mscale_all_dim m(mscale) / m(mscale_all_dim),
+ * where m(s) = 0.1 * s * ln(factor) + 1; otherwise m(1).
+ * Errors: INVALID_ARGUMENT for an odd rotary_dim, a factor below 1, sizes and numbers out of range. */
+typedef struct epmoe_rope_table_args_t {
+    size_t struct_size;
+    int32_t num_positions; /* P >= 1 */
+    int32_t rotary_dim;    /* even, >= 2 */
+    double base;           /* 0 = 10000 */
+    epmoe_rope_scaling_t scaling;
+    int32_t original_positions; /* L: LLAMA3 and YARN */
+    double factor;              /* 0 = 1 */
+    double low_freq_factor;     /* LLAMA3; 0 = 1 */
+    double high_freq_factor;    /* LLAMA3; 0 = 4; above low_freq_factor */
+    double beta_fast;           /* YARN; 0 = 32 */
+    double beta_slow;           /* YARN; 0 = 1 */
+    double attention_factor;    /* YARN; 0 = as above */
+    double mscale;              /* YARN; 0 = not given */
+    double mscale_all_dim;      /* YARN; 0 = not given */
+    int32_t no_truncate;        /* YARN: 1 = the ends of the ramp are not rounded to whole dimensions */
+    float *cos_sin;             /* out [P, rotary_dim], host memory */
+} epmoe_rope_table_args_t;
+#define EPMOE_ROPE_TABLE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rope_table_args_t)
+EPMOE_API epmoe_status_t epmoe_rope_table(const epmoe_rope_table_args_t *args);
+
+/* How the blocks of a paged KV cache are laid out: B blocks of S slots, Hk heads of D columns.
+ *   V1   key [B,Hk,D/x,S,x], value [B,Hk,D,S]; x columns of a key are neighbours
+ *   NHD  key and value [B,S,Hk,D]
+ *   HND  key and value [B,Hk,S,D] */
+typedef enum epmoe_cache_layout_t {
+    EPMOE_CACHE_LAYOUT_V1 = 0,
+    EPMOE_CACHE_LAYOUT_NHD = 1,
+    EPMOE_CACHE_LAYOUT_HND = 2,
+} epmoe_cache_layout_t;
+
+/* Writes the key and value of token t to slot slots[t] of the cache: block slots[t] / S, place slots[t] mod S. Slot -1
+ * is skipped and its rows are not read. Without F8_E4M3 a bit-exact copy; with it stored = E4M3(value / scale),
+ * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win).
+ * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
+ * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then.
+ * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
+typedef struct epmoe_cache_write_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;   /* T: the number of slots; key and value may have more rows, which are not read */
+    int32_t num_kv_heads; /* Hk */
+    int32_t head_dim;     /* D */
+    int32_t num_blocks;   /* B */
+    int32_t block_size;   /* S */
+    epmoe_cache_layout_t layout;
+    int32_t key_pack;          /* x of V1; 0 = 16 bytes of cache_dtype */
+    epmoe_dtype_t dtype;       /* of key and value: F32, BF16, F16 */
+    epmoe_dtype_t cache_dtype; /* 0 = dtype, or F8_E4M3 */
+    const void *key;           /* [T,Hk,D] */
+    int64_t key_stride;        /* from token to token; 0 = Hk*D */
+    const void *value;         /* [T,Hk,D] */
+    int64_t value_stride;
+    epmoe_dtype_t slots_dtype; /* I64 (0 = I64) or I32 */
+    const void *slots;         /* [T] */
+    void *key_cache;           /* out */
+    void *value_cache;         /* out */
+    int64_t key_block_stride;  /* from block to block; 0 = Hk*S*D */
+    int64_t value_block_stride;
+    const float *k_scale; /* [1] or NULL = 1; used with F8_E4M3 alone */
+    const float *v_scale;
+} epmoe_cache_write_args_t;
+#define EPMOE_CACHE_WRITE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_cache_write_args_t)
+EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
 
 /* ------------------------------------------------------------------------------------------------ communication */
 
