@@ -11,7 +11,7 @@ endif()
 
 # How every .cu of this tree is compiled. archs: one of the lists above.
 function(epmoe_cuda_options target archs)
-  target_compile_options(${target} PRIVATE ${archs} -O3 -lineinfo
+  target_compile_options(${target} PRIVATE ${archs} -lineinfo
                          -Xcompiler=-Wall,-Wextra,-fvisibility=hidden
                          # What nvcc adds to a kernel must not need the C++ runtime: the library links as C.
                          -Xcompiler=-fno-threadsafe-statics,-fno-exceptions

@@ -8,7 +8,7 @@
 /* A setting of all rows, or with `row` from 0 on that of one. */
 static epmoe_status_t fail_setting(const char *name, int64_t row, double value, const char *expected)
 {
-    char at[24] = "";
+    char at[40] = "";
     if (row >= 0) snprintf(at, sizeof at, "_rows[%lld]", (long long)row);
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s%s is %g: expected %s", name, at, value, expected);
 }

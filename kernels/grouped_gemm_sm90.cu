@@ -13,112 +13,13 @@
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
  * expert_offsets. Each output's sum runs over K in steps of 16 whatever the tile width: results do not depend on other
  * rows. */
-#include "kernels/grouped_gemm_epilogue_sm90.cuh"
+#include "kernels/grouped_gemm_pipeline_sm90.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma.cuh"
 
-#include <cuda.h>
-
 namespace
 {
-
-constexpr int kBlockW = 128; /* weight rows of a block */
-constexpr int kBlockK = 64;  /* 128 bytes: one row of the swizzle */
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kConsumerWarps = 8;
-constexpr int kWeightBytes = kBlockW * kBlockK * 2;
-constexpr int kMostStages = 8;
-
-struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t way;     /* epilogue_way_t */
-    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
-};
-
-/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
-constexpr int kXMaps = 6;
-struct x_maps_t {
-    CUtensorMap map[kXMaps];
-};
-
-/* Which tokens a tile covers, and the width of wgmma that holds them. */
-struct tile_t {
-    int32_t expert;
-    int32_t row;     /* first row, in the sorted order */
-    int32_t rows;    /* 0 = nothing to do */
-    int32_t width;   /* rows rounded up to a width that is compiled */
-    int32_t cluster; /* which of the clusters over the weight rows */
-};
-
-/* What the scout hands to the consumers; the arrays of max_n follow. */
-struct notes_t {
-    tile_t tile; /* width 0: no more tiles */
-    int32_t padding[3];
-};
-
-struct barriers_t {
-    uint64_t full[kMostStages];
-    uint64_t empty[kMostStages];
-    uint64_t notes_full[2];
-    uint64_t notes_empty[2];
-    int32_t warp_sums[kThreads / 32];
-};
-
-/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
-struct shared_layout {
-    int32_t staging, notes, notes_bytes, barriers, cumulative;
-    __host__ __device__ explicit shared_layout(const pipeline_t &l)
-    {
-        staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
-        notes = staging + 2 * kStagingBytes;
-        notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
-        barriers = notes + 2 * notes_bytes;
-        cumulative = barriers + (int32_t)sizeof(barriers_t);
-    }
-};
-
-/* Place in the ring of stages: the parity of a phase flips with every round. */
-struct ring_t {
-    int32_t stage;
-    uint32_t parity;
-    __device__ __forceinline__ void advance(int32_t stages)
-    {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
-
-__device__ __forceinline__ int32_t round_width(int32_t rows)
-{
-    return rows <= 64 ? (rows + 7) / 8 * 8 : (rows + 15) / 16 * 16;
-}
-
-/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
- * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
-__device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t index,
-                                            int32_t clusters)
-{
-    int32_t lo = 0, hi = p.num_experts;
-    while (hi - lo > 1) {
-        int32_t mid = (lo + hi) / 2;
-        if ((int64_t)cumulative[mid] * clusters <= index)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    int32_t row_tiles = cumulative[lo + 1] - cumulative[lo];
-    int32_t local = (int32_t)(index - (int64_t)cumulative[lo] * clusters);
-    int32_t first = gemm_expert_offset(p, lo), rows = gemm_expert_offset(p, lo + 1) - first;
-    int32_t each = round_width((rows + row_tiles - 1) / row_tiles);
-    tile_t tile;
-    tile.expert = lo;
-    tile.row = first + local % row_tiles * each;
-    tile.rows = max(0, min(each, first + rows - tile.row));
-    tile.width = round_width(tile.rows);
-    tile.cluster = local / row_tiles;
-    return tile;
-}
 
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
 {
@@ -131,63 +32,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 {
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-
-/* What every role needs. */
-struct block_t {
-    pipeline_t line;
-    char *shared;
-    uint32_t base; /* of the stages */
-    int32_t stage_bytes;
-    char *notes;
-    int32_t notes_bytes;
-    barriers_t *barriers;
-    const int32_t *cumulative;
-    int64_t tiles;
-    int64_t first_tile;
-    int64_t tile_step;
-    int32_t clusters; /* over the weight rows */
-    int32_t rank;     /* in the cluster */
-    int32_t k_steps;
-
-    __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
-    __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
-    __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
-};
-
-/* The steps of this block's tiles in order, and what the copies of a step need. */
-struct walk_t {
-    int64_t index;
-    tile_t tile;
-    int32_t step;
-    int32_t w_row;   /* of the tensor map: plain weight rows, */
-    int32_t w_group; /* or groups of 8 gate and 8 up rows */
-    int32_t first;   /* this block's part of the tile's tokens */
-    int32_t part;
-
-    /* On the tile at index or the next one that has rows; false behind the last. */
-    __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
-    {
-        for (; index < b.tiles; index += b.tile_step) {
-            tile = find_tile(p, b.cumulative, index, b.clusters);
-            if (tile.rows == 0) continue;
-            const int32_t block = tile.cluster * b.line.cluster + b.rank;
-            const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
-            step = 0;
-            w_row = p.gated ? 0 : block * kBlockW;
-            w_group = p.gated ? block * (kBlockW / 16) : 0;
-            first = b.rank * half;
-            part = b.rank == 0 ? half : tile.width - half;
-            return true;
-        }
-        return false;
-    }
-    __device__ __forceinline__ bool advance(const gemm_params_t &p, const block_t &b)
-    {
-        if (++step < b.k_steps) return true;
-        index += b.tile_step;
-        return enter(p, b);
-    }
-};
 
 /* One thread. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,

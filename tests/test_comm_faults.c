@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #define SIZE      4
-#define TIMEOUT_S 0.5
+#define TIMEOUT_S 1.5
 
 typedef struct scene_t {
     exchange_case_t exchange;
@@ -139,10 +139,10 @@ Test(comm_faults, rank_that_never_comes)
         scene_t scene = {0};
         play(&scene, variant, absent_rank, SIZE - 1);
         for (int32_t r = 0; r < SIZE; r++) {
-            cr_expect_lt(scene.after_seconds[r], 0.1, "rank %d took %g s after the failure", r, scene.after_seconds[r]);
+            cr_expect_lt(scene.after_seconds[r], 0.5, "rank %d took %g s after the failure", r, scene.after_seconds[r]);
             if (r == 2) continue;
             cr_expect_eq(scene.status[r], EPMOE_ERROR_TIMEOUT, "variant %d rank %d: %s", variant, r, scene.text[r]);
-            cr_expect(scene.seconds[r] >= 0.8 * TIMEOUT_S && scene.seconds[r] <= TIMEOUT_S + 0.05, "rank %d: %g s", r,
+            cr_expect(scene.seconds[r] >= 0.8 * TIMEOUT_S && scene.seconds[r] <= TIMEOUT_S + 0.5, "rank %d: %g s", r,
                       scene.seconds[r]);
             char own[64];
             snprintf(own, sizeof own, "rank %d of %d gave up", r, SIZE);

@@ -297,6 +297,63 @@ Test(grouped_gemm, batch_invariant_rows_and_thread_independence)
 }
 
 /* fp16 weights of every class, through the vector path: normal, subnormal, zero, infinite, NaN. */
+/* y of one tier; freed by the caller. */
+static char *run_tier(epmoe_grouped_gemm_args_t args, bool reference, int64_t y_bytes)
+{
+    args.y = testing_buffer(y_bytes, 0);
+    epmoe_grouped_gemm_args_t checked;
+    cr_assert_eq(epmoei_grouped_gemm_check(&args, &checked), EPMOE_OK, "%s", epmoe_last_error());
+    checked.workspace_bytes = epmoei_grouped_gemm_workspace_cpu(&checked);
+    checked.workspace = testing_buffer(checked.workspace_bytes, 0);
+    epmoe_status_t status =
+        reference ? epmoei_grouped_gemm_ref(&checked, NULL) : epmoei_grouped_gemm_cpu(&checked, NULL);
+    cr_assert_eq(status, EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(testing_guards_intact(args.y) && testing_guards_intact(checked.workspace));
+    testing_buffer_free(checked.workspace);
+    return args.y;
+}
+
+/* x and y in the sorted order: row r has the bits of its slot, and rows of padding stay as they are. */
+Test(grouped_gemm, sorted_rows_have_the_bits_of_their_slots)
+{
+    for (int activation = EPMOE_ACTIVATION_SILU; activation <= EPMOE_ACTIVATION_NONE; activation += 4)
+        for (int tier = 0; tier < 2; tier++) {
+            case_t c = {.num_experts = 4,
+                        .k = 72,
+                        .n = 46,
+                        .top_k = 3,
+                        .tokens = 90,
+                        .x_dtype = EPMOE_BF16,
+                        .w_dtype = EPMOE_BF16,
+                        .y_dtype = EPMOE_F32,
+                        .activation = (epmoe_activation_t)activation,
+                        .row_weights = true,
+                        .indexed = true};
+            testing_rng_t rng = testing_rng(testing_seed() + (uint64_t)activation);
+            problem_t p = make(&c, &rng);
+            const int64_t row_bytes = p.n_out * 4, x_bytes = c.k * 2;
+            char *by_slot = run_tier(p.args, tier == 0, p.slots * row_bytes);
+
+            char *sorted_x = testing_buffer(p.args.max_rows * x_bytes, 0);
+            for (int32_t r = 0; r < p.args.max_rows; r++)
+                if (p.row_index[r] < p.slots)
+                    memcpy(sorted_x + r * x_bytes, (char *)p.x + p.row_index[r] / c.top_k * x_bytes, (size_t)x_bytes);
+            epmoe_grouped_gemm_args_t args = p.args;
+            args.x = sorted_x;
+            args.x_sorted = args.y_sorted = 1;
+            char *by_row = run_tier(args, tier == 0, args.max_rows * row_bytes);
+            for (int32_t r = 0; r < args.max_rows; r++) {
+                if (r >= p.offsets[c.num_experts] || p.row_index[r] >= p.slots)
+                    cr_assert(testing_is_poison(by_row, r * row_bytes, row_bytes), "row %d was written", r);
+                else
+                    cr_assert_arr_eq(by_row + r * row_bytes, by_slot + p.row_index[r] * row_bytes, (size_t)row_bytes,
+                                     "tier %d row %d", tier, r);
+            }
+            testing_buffer_free(by_slot), testing_buffer_free(by_row), testing_buffer_free(sorted_x);
+            release(&p);
+        }
+}
+
 Test(grouped_gemm, every_fp16_pattern_is_widened_exactly)
 {
     enum { kK = 64 };

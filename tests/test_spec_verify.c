@@ -99,6 +99,18 @@ Test(spec_verify, the_accept_test_is_exact)
     TOKENS(args, 1, 0, 0);
     target[0] = 0, uniform[0] = 0;
     TOKENS(args, 0, 1, -1);
+    /* p is u * q as fp32 rounds it: accepted when that went up. */
+    testing_rng_t rng = testing_rng(testing_seed());
+    int32_t outcomes[2] = {0};
+    for (int i = 0; i < 200; i++) {
+        uniform[0] = testing_uniform(&rng, 0.01f, 1), draft[0] = testing_uniform(&rng, 0.01f, 1);
+        double product = (double)uniform[0] * (double)draft[0]; /* 48 bits */
+        target[0] = (float)product;
+        run(&args);
+        cr_assert_eq(args.accepted[0], product < (double)target[0], "%a * %a", (double)uniform[0], (double)draft[0]);
+        outcomes[args.accepted[0]]++;
+    }
+    cr_assert(outcomes[0] && outcomes[1]);
     release(&args);
 }
 

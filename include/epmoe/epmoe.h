@@ -3,7 +3,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Three levels, each usable alone:
- *   ops            epmoe_topk ... epmoe_cache_write: one stage on caller-owned buffers
+ *   ops            epmoe_topk ... epmoe_spec_verify: one stage on caller-owned buffers
  *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
  *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
  *
