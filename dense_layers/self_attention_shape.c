@@ -57,6 +57,13 @@ static epmoe_status_t check_rope(epmoe_decoder_config_t *config)
     int32_t columns = config->attention == EPMOE_ATTENTION_MLA ? config->rope_dim : config->head_dim;
     epmoe_rope_table_args_t *rope = &config->rope;
     rope->struct_size = sizeof *rope;
+    /* epmoe_rope_table's defaults, so that configs can be compared. */
+    if (rope->base == 0) rope->base = 10000;
+    if (rope->factor == 0) rope->factor = 1;
+    if (rope->low_freq_factor == 0) rope->low_freq_factor = 1;
+    if (rope->high_freq_factor == 0) rope->high_freq_factor = 4;
+    if (rope->beta_fast == 0) rope->beta_fast = 32;
+    if (rope->beta_slow == 0) rope->beta_slow = 1;
     if (rope->rotary_dim == 0) rope->rotary_dim = columns;
     EPMOEI_CHECK(epmoei_check_range("rope.rotary_dim", rope->rotary_dim, 2, columns));
     if (rope->rotary_dim % 2)

@@ -250,6 +250,7 @@ void epmoei_attention_config_read(epmoei_config_section_t section, const epmoei_
 {
     memset(config, 0, sizeof *config);
     config->decoder = (epmoe_decoder_config_t)EPMOE_DECODER_CONFIG_INIT;
+    config->decoder.rope.struct_size = sizeof config->decoder.rope;
     config->head_status = read_head(section, config);
     if (config->head_status != EPMOE_OK)
         snprintf(config->head_message, sizeof config->head_message, "%s", epmoe_last_error());

@@ -45,6 +45,14 @@ static epmoe_status_t check_config(const epmoe_decoder_config_t *have, const epm
         {"rope.scaling", have->rope.scaling, file->rope.scaling},
         {"rope.factor", have->rope.factor, file->rope.factor},
         {"rope.original_positions", have->rope.original_positions, file->rope.original_positions},
+        {"rope.low_freq_factor", have->rope.low_freq_factor, file->rope.low_freq_factor},
+        {"rope.high_freq_factor", have->rope.high_freq_factor, file->rope.high_freq_factor},
+        {"rope.beta_fast", have->rope.beta_fast, file->rope.beta_fast},
+        {"rope.beta_slow", have->rope.beta_slow, file->rope.beta_slow},
+        {"rope.attention_factor", have->rope.attention_factor, file->rope.attention_factor},
+        {"rope.mscale", have->rope.mscale, file->rope.mscale},
+        {"rope.mscale_all_dim", have->rope.mscale_all_dim, file->rope.mscale_all_dim},
+        {"rope.no_truncate", have->rope.no_truncate, file->rope.no_truncate},
     };
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++)
         if (fields[i].have != fields[i].file)

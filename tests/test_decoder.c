@@ -1,12 +1,15 @@
 /* The decoder layer's contract: what is refused and leaves everything as it was, whose cache it is, ranks that share
  * the experts, and that nothing leaks when memory runs out. Values: test_decoder_golden. */
 #include "tests/decoder_case.h"
+#include "tests/safetensors_build.h"
 #include "tests/testing.h"
 #include "tests/thread_bootstrap.h"
 
 #include <criterion/criterion.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #define EXPECT_STATUS(call, status, needle)                                                                            \
     do {                                                                                                               \
@@ -202,7 +205,6 @@ Test(decoder, borrowed_table)
 {
     decoder_case_t c = decoder_case_open("glm4_moe", 1);
     float *table = malloc((size_t)(kDecoderTokens * c.config.rope.rotary_dim) * 4);
-    c.config.rope.struct_size = sizeof c.config.rope;
     c.config.rope.num_positions = kDecoderTokens;
     c.config.rope.cos_sin = table;
     cr_assert_eq(epmoe_rope_table(&c.config.rope), EPMOE_OK, "%s", epmoe_last_error());
@@ -245,6 +247,81 @@ Test(decoder, out_of_memory)
     }
     cr_assert(n > 6, "only %lld allocations", (long long)n);
     decoder_case_close(&c);
+}
+
+/* The golden checkpoint again, its config.json saying that embedding and head are one. */
+static epmoe_checkpoint_t *open_tied(const char *dir)
+{
+    char path[512], text[4096];
+    epmoe_checkpoint_t *checkpoint = NULL;
+    snprintf(path, sizeof path, "%s/golden/mixtral/config.json", EPMOE_TEST_DATA);
+    FILE *file = fopen(path, "r");
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    char *flag = strstr(text, "\"tie_word_embeddings\": false");
+    cr_assert_not_null(flag);
+    memcpy(flag, "\"tie_word_embeddings\":  true", strlen("\"tie_word_embeddings\": false"));
+    build_save_text(dir, "config.json", text);
+    snprintf(path, sizeof path, "%s/model.safetensors", dir);
+    cr_assert_eq(symlink(EPMOE_TEST_DATA "/golden/mixtral/model.safetensors", path), 0);
+    cr_assert_eq(epmoe_checkpoint_open(dir, &checkpoint), EPMOE_OK, "%s", epmoe_last_error());
+    return checkpoint;
+}
+
+Test(decoder, tied_head)
+{
+    enum { kTokens = 3 };
+    char dir[256];
+    build_make_dir(dir);
+    epmoe_checkpoint_t *checkpoint = open_tied(dir);
+    epmoe_head_config_t config = EPMOE_HEAD_CONFIG_INIT;
+    epmoe_head_t *head = NULL;
+    cr_assert_eq(epmoe_checkpoint_head_config(checkpoint, &config), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(config.hidden == 64 && config.vocab_size == 96 && config.norm_eps == 1e-5f);
+    config.dtype = EPMOE_F32;
+    config.max_tokens = kTokens;
+    config.backend = EPMOE_BACKEND_CPU;
+    config.vocab_size++;
+    cr_assert_eq(epmoe_head_create(&config, &head), EPMOE_OK, "%s", epmoe_last_error());
+    EXPECT_STATUS(epmoe_head_load_checkpoint(head, checkpoint), EPMOE_ERROR_MISMATCH, "97");
+    epmoe_head_destroy(head);
+    config.vocab_size = 0;
+    EXPECT_STATUS(epmoe_head_create(&config, &head), EPMOE_ERROR_INVALID_ARGUMENT, "vocab_size is 0");
+    cr_assert_null(head);
+    config.vocab_size = 96;
+    cr_assert_eq(epmoe_head_create(&config, &head), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_head_load_checkpoint(head, checkpoint), EPMOE_OK, "%s", epmoe_last_error());
+
+    const epmoei_tensor_t *norm = epmoei_checkpoint_find(checkpoint, "model.norm.weight"),
+                          *table = epmoei_checkpoint_find(checkpoint, "model.embed_tokens.weight");
+    float x[kTokens * 64], *logits = testing_buffer(kTokens * 96 * 4, 0);
+    double ref[kTokens * 96];
+    testing_rng_t rng = testing_rng(testing_seed());
+    testing_fill_normal(&rng, x, EPMOE_F32, kTokens * 64, 1);
+    for (int32_t t = 0; t < kTokens; t++) {
+        double squares = 0;
+        for (int32_t i = 0; i < 64; i++) squares += (double)x[t * 64 + i] * (double)x[t * 64 + i];
+        double r = 1 / sqrt(squares / 64 + 1e-5);
+        for (int32_t v = 0; v < 96; v++) {
+            ref[t * 96 + v] = 0;
+            for (int32_t i = 0; i < 64; i++)
+                ref[t * 96 + v] += (double)x[t * 64 + i] * r * (double)epmoei_load(norm->data, norm->dtype, i) *
+                                   (double)epmoei_load(table->data, table->dtype, v * 64 + i);
+        }
+    }
+    EXPECT_STATUS(epmoe_head_forward(head, x, logits, kTokens + 1, NULL), EPMOE_ERROR_INVALID_ARGUMENT,
+                  "num_tokens is 4");
+    EXPECT_STATUS(epmoe_head_forward(head, NULL, logits, kTokens, NULL), EPMOE_ERROR_INVALID_ARGUMENT, "x is NULL");
+    cr_assert(testing_is_poison(logits, 0, kTokens * 96 * 4));
+    cr_assert_eq(epmoe_head_forward(head, NULL, NULL, 0, NULL), EPMOE_OK);
+    cr_assert_eq(epmoe_head_forward(head, x, logits, kTokens, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    double error = testing_rel_error(logits, EPMOE_F32, ref, kTokens * 96);
+    cr_assert(error < 1e-6, "rel_err is %g", error);
+    cr_assert(testing_guards_intact(logits));
+    testing_buffer_free(logits);
+    epmoe_head_destroy(head);
+    epmoe_checkpoint_close(checkpoint);
+    build_remove_dir(dir);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- ranks */

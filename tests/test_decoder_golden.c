@@ -43,6 +43,8 @@ Test(decoder_golden, prompt_and_steps)
             for (int32_t t = 0; t < kDecoderTokens; t++)
                 forward(&c, t, t + 1, c.in + t * c.hidden, steps + t * c.hidden);
             expect_close(steps, c.out, n, FP32_TOLERANCE, families[f], layer, "steps");
+            for (int64_t i = 0; i < n; i++) c.out[i] = (double)prompt[i];
+            expect_close(steps, c.out, n, FP32_TOLERANCE, families[f], layer, "steps against prompt");
             cr_assert_eq(epmoei_alloc_live(), live);
             cr_assert(testing_guards_intact(prompt) && testing_guards_intact(steps));
             testing_buffer_free(prompt);

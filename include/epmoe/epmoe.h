@@ -1193,7 +1193,7 @@ typedef struct epmoe_decoder_config_t {
     epmoe_rope_style_t rope_style;
     epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
                                      NULL: the layer makes its table; otherwise a filled one, borrowed until destroy,
-                                     which layers may share. Its struct_size is not read. */
+                                     which layers may share. struct_size may be 0. */
     /* The cache: values as wide as keys, or with MLA none (keys of kv_latent + rope_dim columns, one head). */
     epmoe_cache_layout_t cache_layout;
     int32_t key_pack;          /* x of V1 */
