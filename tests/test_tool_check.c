@@ -492,7 +492,7 @@ Test(tool_check, info)
     cr_assert(strstr(process.output, "gpt_oss") && strstr(process.output, "topk_softmax") &&
               strstr(process.output, "swiglu_oai") && strstr(process.output, "0-7"));
     /* Two layers, two kv heads of 16, keys and values of two bytes. */
-    cr_assert(strstr(process.output, "gqa, 4 heads, 2 kv heads of 16, sinks, window 8 in 1 layers") &&
+    cr_assert(strstr(process.output, "gqa, 4 heads, 2 kv heads of 16, sinks, window 8 in 1 of 2 layers") &&
                   strstr(process.output, "scaling yarn") && strstr(process.output, "256 B per token"),
               "%s", process.output);
     testing_process_free(&process);

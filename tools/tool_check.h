@@ -141,6 +141,9 @@ void check_report(check_t *check, const char *item, double tolerance, const chec
 /* selection_bias [E] of a layer; zeros where it has none. */
 epmoe_status_t check_selection_bias(const check_t *check, int32_t layer, int32_t num_experts, float *selection_bias);
 
+/* Collective: the worst of all ranks' results, on every rank. */
+epmoe_status_t check_gather_worst(const check_t *check, check_result_t *result);
+
 /* Whether the checkpoint's decoder layers can run here; what cannot is noted as unchecked. */
 epmoe_status_t check_decoders_begin(check_t *check);
 /* One decoder layer from its recorded input, and from what the layer before gave. Collective: every rank runs all

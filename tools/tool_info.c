@@ -1,8 +1,8 @@
+#include "tools/tool_info.h"
 #include "tools/tool_util.h"
 
 #include "base/dtype.h"
 
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,11 +39,7 @@ typedef struct info_t {
     const epmoe_layer_config_t *moe; /* the first MoE layer's, NULL without any */
     rank_bytes_t *bytes;             /* [ranks] */
 
-    epmoe_decoder_config_t attention; /* of the first layer */
-    char no_attention[512];           /* why decoder layers do not run; "" = they do */
-    int32_t windowed_layers;
-    int32_t window;   /* theirs */
-    int64_t kv_bytes; /* per token, of all layers, in bf16 */
+    info_attention_t attention;
 } info_t;
 
 static int take(void *ctx, const char *option, const char *value)
@@ -78,27 +74,6 @@ static epmoe_status_t count_rank(const info_t *info, int32_t rank, rank_bytes_t 
     return EPMOE_OK;
 }
 
-/* A checkpoint whose attention cannot run is still worth describing. */
-static epmoe_status_t gather_attention(info_t *info)
-{
-    info->attention = (epmoe_decoder_config_t)EPMOE_DECODER_CONFIG_INIT;
-    if (epmoe_checkpoint_decoder_config(info->checkpoint, 0, &info->attention) != EPMOE_OK) {
-        snprintf(info->no_attention, sizeof info->no_attention, "%s", epmoe_last_error());
-        return EPMOE_OK;
-    }
-    for (int32_t i = 0; i < info->about.num_layers; i++) {
-        epmoe_decoder_config_t config = EPMOE_DECODER_CONFIG_INIT;
-        int64_t key_bytes, value_bytes;
-        EPMOEI_CHECK(epmoe_checkpoint_decoder_config(info->checkpoint, i, &config));
-        config.block_size = 1;
-        EPMOEI_CHECK(epmoe_decoder_block_bytes(&config, EPMOE_BF16, &key_bytes, &value_bytes));
-        info->kv_bytes += key_bytes + value_bytes;
-        info->windowed_layers += config.window > 0;
-        if (config.window) info->window = config.window;
-    }
-    return EPMOE_OK;
-}
-
 static epmoe_status_t gather_info(info_t *info)
 {
     EPMOEI_CHECK(epmoe_checkpoint_open(info->dir, &info->checkpoint));
@@ -114,7 +89,7 @@ static epmoe_status_t gather_info(info_t *info)
         if (info->configs[i].num_experts && !info->moe) info->moe = &info->configs[i];
     }
     for (int32_t r = 0; r < info->ranks; r++) EPMOEI_CHECK(count_rank(info, r, &info->bytes[r]));
-    return gather_attention(info);
+    return info_attention_gather(info->checkpoint, &info->attention);
 }
 
 /* --------------------------------------------------------------------------------------------------------- output */
@@ -189,32 +164,6 @@ static void print_router(const epmoe_layer_config_t *moe)
     printf(", x%g%s\n", (double)scale_of(moe), moe->weight_on_input ? ", weight on the input" : "");
 }
 
-static const char *rope_scaling_name(epmoe_rope_scaling_t scaling)
-{
-    static const char *const names[] = {"none", "linear", "llama3", "yarn"};
-    return names[scaling];
-}
-
-static void print_attention(const info_t *info)
-{
-    const epmoe_decoder_config_t *attention = &info->attention;
-    if (info->no_attention[0]) {
-        printf("attention    not supported: %s\n", info->no_attention);
-        return;
-    }
-    if (attention->attention == EPMOE_ATTENTION_MLA)
-        printf("attention    mla, %d heads of %d+%d (values %d), latent %d", attention->num_heads, attention->nope_dim,
-               attention->rope_dim, attention->value_dim, attention->kv_latent);
-    else
-        printf("attention    gqa, %d heads, %d kv heads of %d%s", attention->num_heads, attention->num_kv_heads,
-               attention->head_dim, attention->qk_norm ? ", q and k normalised" : "");
-    if (attention->has_sinks) printf(", sinks");
-    if (info->windowed_layers) printf(", window %d in %d layers", info->window, info->windowed_layers);
-    printf("\nrope         %d columns, base %g, scaling %s, %d positions\n", attention->rope.rotary_dim,
-           attention->rope.base, rope_scaling_name(attention->rope.scaling), attention->rope.num_positions);
-    printf("kv cache     %lld B per token in bf16\n", (long long)info->kv_bytes);
-}
-
 static void print_table(const info_t *info)
 {
     const epmoe_layer_config_t *moe = info->moe;
@@ -232,7 +181,7 @@ static void print_table(const info_t *info)
             printf("shared       intermediate %d%s\n", moe->shared_intermediate, moe->shared_gated ? ", gated" : "");
         printf("format       %s\n", format_name(moe));
     }
-    print_attention(info);
+    info_attention_print(&info->attention);
     printf("files        %d, ", info->about.num_shards);
     print_size("", info->about.total_bytes);
     printf("\n\n%5s %14s %16s %16s %16s %16s\n", "rank", "experts", "weights", "workspace", "communication", "total B");
@@ -254,20 +203,6 @@ static json_t *json_layers(const info_t *info, bool dense)
     for (int32_t i = 0; i < info->about.num_layers; i++)
         if (!info->configs[i].num_experts == dense) json_array_append_new(list, json_integer(i));
     return list;
-}
-
-/* null when decoder layers do not run. */
-static json_t *json_attention(const info_t *info)
-{
-    const epmoe_decoder_config_t *attention = &info->attention;
-    bool mla = attention->attention == EPMOE_ATTENTION_MLA;
-    if (info->no_attention[0]) return json_null();
-    return json_pack("{s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:s, s:I}", "kind", mla ? "mla" : "gqa", "num_heads",
-                     attention->num_heads, "num_kv_heads", mla ? 1 : attention->num_kv_heads, "head_dim",
-                     mla ? attention->nope_dim + attention->rope_dim : attention->head_dim, "rotary_dim",
-                     attention->rope.rotary_dim, "window", info->window, "windowed_layers", info->windowed_layers,
-                     "rope_scaling", rope_scaling_name(attention->rope.scaling), "kv_bytes_per_token",
-                     (json_int_t)info->kv_bytes);
 }
 
 static void print_json(const info_t *info)
@@ -299,7 +234,7 @@ static void print_json(const info_t *info)
                                                "weight_bytes", (json_int_t)bytes->weights, "workspace_bytes",
                                                (json_int_t)bytes->workspace, "comm_bytes", (json_int_t)bytes->comm));
     }
-    json_object_set_new(object, "attention", json_attention(info));
+    json_object_set_new(object, "attention", info_attention_json(&info->attention));
     json_object_set_new(object, "max_tokens", json_integer(info->max_tokens));
     json_object_set_new(object, "ranks", ranks);
     char *text = json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));

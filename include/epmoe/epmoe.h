@@ -5,7 +5,8 @@
  * Three levels, each usable alone:
  *   ops            epmoe_topk ... epmoe_spec_verify: one stage on caller-owned buffers
  *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
- *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
+ *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint. Around
+ *                  it epmoe_decoder_*: a decoder layer over a paged KV cache, and epmoe_head_*: the logits
  *
  * Conventions that hold everywhere:
  *   - Every call returns an epmoe_status_t. On an error nothing of the outputs is written (unless the function says
