@@ -29,6 +29,26 @@ epmoe_status_t epmoei_checkpoint_layer_source(const epmoe_checkpoint_t *checkpoi
                                               epmoei_layer_source_t *source);
 epmoe_status_t epmoei_checkpoint_expert_source(const epmoe_checkpoint_t *checkpoint, int32_t layer, int32_t expert,
                                                epmoei_expert_source_t *source);
+/* Norms and attention of a decoder layer, as nn.Linear sees the projections; what the layer does not have is absent. */
+typedef struct epmoei_attention_source_t {
+    epmoei_view_t input_norm, post_norm;               /* [1,d] */
+    epmoei_view_t q, k, v;                             /* GQA: [H*D,d], [Hk*D,d]; MLA without q_latent: q [H*(n+r),d] */
+    epmoei_view_t q_bias, k_bias, v_bias;              /* one row */
+    epmoei_view_t q_norm, k_norm;                      /* [1,D] */
+    epmoei_view_t q_down, q_down_bias, q_down_norm;    /* MLA: [q_latent,d], one row, [1,q_latent] */
+    epmoei_view_t q_up;                                /* MLA: [H*(nope+rope),q_latent] */
+    epmoei_view_t kv_down, kv_down_bias, kv_down_norm; /* MLA: [kv_latent+rope,d], one row, [1,kv_latent] */
+    epmoei_view_t kv_up;                               /* MLA: [H*(nope+value),kv_latent] */
+    epmoei_view_t out, out_bias;                       /* [d,H*D] or [d,H*value], [1,d] */
+    epmoei_view_t sinks;                               /* [1,H] */
+} epmoei_attention_source_t;
+/* `config` is the layer's, as epmoe_checkpoint_decoder_config gives it. */
+epmoe_status_t epmoei_checkpoint_attention_source(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                                  const epmoe_decoder_config_t *config,
+                                                  epmoei_attention_source_t *source);
+/* The final norm [1,d] and the head's weight [V,d]. */
+epmoe_status_t epmoei_checkpoint_head_source(const epmoe_checkpoint_t *checkpoint, epmoei_view_t *norm,
+                                             epmoei_view_t *weight);
 /* For tools: any tensor by its full name, whichever shard holds it; NULL when there is none. */
 const epmoei_tensor_t *epmoei_checkpoint_find(const epmoe_checkpoint_t *checkpoint, const char *name);
 

@@ -61,6 +61,11 @@ struct epmoe_layer {
     void *weights_memory;
 };
 
+/* epmoe_layer_forward_args for a rank that has worked before: `local` not OK takes part without tokens, so that its
+ * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. */
+epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
+                                          epmoe_stream_t stream);
+
 /* Checks and fills defaults. */
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);
 

@@ -5,7 +5,8 @@
  * Three levels, each usable alone:
  *   ops            epmoe_topk ... epmoe_spec_verify: one stage on caller-owned buffers
  *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
- *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
+ *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint. Around
+ *                  it epmoe_decoder_*: a decoder layer over a paged KV cache, and epmoe_head_*: the logits
  *
  * Conventions that hold everywhere:
  *   - Every call returns an epmoe_status_t. On an error nothing of the outputs is written (unless the function says
@@ -620,10 +621,10 @@ typedef enum epmoe_cache_layout_t {
 
 /* Writes the key and value of token t to slot slots[t] of the cache: block slots[t] / S, place slots[t] mod S. Slot -1
  * is skipped and its rows are not read. Without F8_E4M3 a bit-exact copy; with it stored = E4M3(value / scale),
- * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win).
- * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
- * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then.
- * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
+ * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win). value and
+ * value_cache both NULL: keys alone, as MLA's attention reads them. Errors: INVALID_ARGUMENT for sizes out of range, V1
+ * with D not a multiple of x, NULL pointers with T > 0; on the CPU also for a slot outside [-1, B*S) and a scale that
+ * is not finite and above 0. Nothing is written then. Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
 typedef struct epmoe_cache_write_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -638,12 +639,12 @@ typedef struct epmoe_cache_write_args_t {
     epmoe_dtype_t cache_dtype; /* 0 = dtype, or F8_E4M3 */
     const void *key;           /* [T,Hk,D] */
     int64_t key_stride;        /* from token to token; 0 = Hk*D */
-    const void *value;         /* [T,Hk,D] */
+    const void *value;         /* [T,Hk,D] or NULL */
     int64_t value_stride;
     epmoe_dtype_t slots_dtype; /* I64 (0 = I64) or I32 */
     const void *slots;         /* [T] */
     void *key_cache;           /* out */
-    void *value_cache;         /* out */
+    void *value_cache;         /* out; NULL without value */
     int64_t key_block_stride;  /* from block to block; 0 = Hk*S*D */
     int64_t value_block_stride;
     const float *k_scale; /* [1] or NULL = 1; used with F8_E4M3 alone */
@@ -1154,6 +1155,137 @@ EPMOE_API epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const ep
 /* The same with x, y and T alone. */
 EPMOE_API epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x, void *y, int32_t num_tokens,
                                              epmoe_stream_t stream);
+
+/* ------------------------------------------------------------------------------------------------ decoder layer */
+
+/* A pre-norm decoder layer around a MoE block or dense MLP, over a paged KV cache:
+ *     h    = x + attention(rms_norm(x))
+ *     y    = h + mlp(rms_norm(h))
+ * Every rank runs the attention of its own tokens with its own copy of the weights; the MLP is an epmoe_layer_t, whose
+ * experts are spread over the ranks. CPU backend only: NOT_SUPPORTED on CUDA in this version. */
+
+typedef enum epmoe_attention_kind_t {
+    EPMOE_ATTENTION_GQA = 0, /* heads of one width; H / Hk query heads share a key and a value head (Ainslie et al.
+                                2023) */
+    EPMOE_ATTENTION_MLA = 1, /* all heads' keys and values come from one latent per token, which is what the cache
+                                holds; q is brought to the latent instead (DeepSeek-AI 2024, DeepSeek-V2) */
+} epmoe_attention_kind_t;
+
+/* The attention of a decoder layer and its norms; hidden, dtype and max_tokens are those of the MLP's config. */
+typedef struct epmoe_decoder_config_t {
+    size_t struct_size;
+    epmoe_attention_kind_t attention;
+    int32_t num_heads;    /* H */
+    int32_t num_kv_heads; /* GQA: Hk, a divisor of H; 0 = H */
+    int32_t head_dim;     /* GQA: D of q, k and v */
+    int32_t q_latent;     /* MLA: width of q's latent; 0 = q is one projection */
+    int32_t kv_latent;    /* MLA: width of the latent of keys and values */
+    int32_t nope_dim;     /* MLA: columns of a q and k head that carry no position, */
+    int32_t rope_dim;     /* and those that do, the same for all heads of k */
+    int32_t value_dim;    /* MLA: columns of a v head */
+    int32_t in_bias;   /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
+    int32_t out_bias;  /* 1: so does the last one */
+    int32_t qk_norm;   /* GQA, 1: q and k heads are normalised before they are rotated */
+    int32_t has_sinks; /* 1: see epmoe_attention_args_t */
+    int32_t window;    /* 0 = none */
+    float scale;       /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
+    float norm_eps;    /* of both norms and qk_norm; 0 = 1e-6 */
+    float latent_eps;  /* MLA: of the latents' norms; 0 = 1e-6 */
+    epmoe_rope_style_t rope_style;
+    epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
+                                     NULL: the layer makes its table; otherwise a filled one, borrowed until destroy,
+                                     which layers may share. struct_size may be 0. */
+    /* The cache: values as wide as keys, or with MLA none (keys of kv_latent + rope_dim columns, one head). */
+    epmoe_cache_layout_t cache_layout;
+    int32_t key_pack;          /* x of V1 */
+    epmoe_dtype_t cache_dtype; /* 0 = dtype, or F8_E4M3 */
+    int32_t block_size;        /* S; 0 = 16 */
+    int32_t num_blocks;        /* of a cache that the layer owns, zeroed at first; 0 = the caller has one */
+    int32_t max_seqs;          /* most sequences in a forward; 0 = max_tokens */
+} epmoe_decoder_config_t;
+#define EPMOE_DECODER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_decoder_config_t)
+
+/* The attention of layer `layer`, as config.json has it; the cache is NHD in the dtype of the layer, and the caller's.
+ * NOT_SUPPORTED, naming key and value, for a variant that this version does not know. */
+EPMOE_API epmoe_status_t epmoe_checkpoint_decoder_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                                         epmoe_decoder_config_t *config);
+
+/* Bytes of one block of the key cache, and of the value cache (0 with MLA). dtype: of the layer; 0 = BF16. */
+EPMOE_API epmoe_status_t epmoe_decoder_block_bytes(const epmoe_decoder_config_t *config, epmoe_dtype_t dtype,
+                                                   int64_t *key_bytes, int64_t *value_bytes);
+
+typedef struct epmoe_decoder epmoe_decoder_t;
+
+/* Makes a layer on a communicator (NULL = one rank of its own). Collective as epmoe_layer_create is; allocates
+ * everything forward needs. Both configs must agree on all ranks, but for max_tokens, capacity, max_seqs and
+ * num_blocks. On failure *decoder is NULL on every rank. */
+EPMOE_API epmoe_status_t epmoe_decoder_create(const epmoe_decoder_config_t *config, const epmoe_layer_config_t *mlp,
+                                              epmoe_comm_t *comm, epmoe_decoder_t **decoder);
+EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL is legal */
+
+/* Loads layer `layer_index` of a checkpoint: norms, attention, and the MLP as epmoe_layer_load_checkpoint does, with
+ * its rules. MISMATCH when a config is not the checkpoint's. */
+EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
+                                                       int32_t layer_index, const epmoe_load_options_t *options);
+
+/* New tokens of B sequences: all of a prompt, the next of each, or any mix. As in epmoe_attention_args_t, rows
+ * query_start[b] .. query_start[b+1]-1 are the last tokens of sequence b, whose length seq_lens[b] counts them; their
+ * positions and cache slots follow from seq_lens and block_table. A sequence of length 0 is padding: its rows go
+ * through the layer without being cached. */
+typedef struct epmoe_decoder_forward_args_t {
+    size_t struct_size;
+    int32_t num_tokens;         /* T <= max_tokens, may be 0; ranks may differ */
+    int32_t num_seqs;           /* B <= max_seqs */
+    const void *x;              /* [T,d] of dtype */
+    void *y;                    /* out [T,d] of dtype; may alias x */
+    const int32_t *query_start; /* [B+1], from 0 to T */
+    const int32_t *seq_lens;    /* [B] */
+    const int32_t *block_table; /* [B,M] */
+    int32_t max_blocks;         /* M */
+    int32_t num_blocks;         /* blocks of the caller's cache; with an own cache not read, nor are these two: */
+    void *key_cache;
+    void *value_cache;    /* not read with MLA */
+    const float *k_scale; /* [1] or NULL = 1; with an F8_E4M3 cache alone */
+    const float *v_scale;
+    float *logits_out;  /* optional, as in epmoe_forward_args_t: [T,E], */
+    int32_t *ids_out;   /* [T,k], */
+    float *weights_out; /* [T,k] */
+} epmoe_decoder_forward_args_t;
+#define EPMOE_DECODER_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_decoder_forward_args_t)
+
+/* One pass; writes the new tokens' keys and values to the cache. Collective as epmoe_layer_forward_args is, with its
+ * rules for errors: one of this rank's arguments reaches the others as ERROR_PEER and leaves y and the cache as they
+ * were; after a peer's error the cache may hold this rank's new tokens, y is not written.
+ * Errors of the arguments: INVALID_ARGUMENT for sizes out of range, NULL pointers, query_start that does not ascend
+ * from 0 to T, a sequence with more queries than tokens, longer than the table of positions or than M * S, a block
+ * outside the cache. BAD_STATE before weights were loaded. */
+EPMOE_API epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
+                                               epmoe_stream_t stream);
+
+/* What follows the last decoder layer: logits = rms_norm(x) w^T, fp32. CPU backend only. */
+typedef struct epmoe_head epmoe_head_t;
+
+typedef struct epmoe_head_config_t {
+    size_t struct_size;
+    int32_t hidden;      /* d */
+    int32_t vocab_size;  /* V */
+    float norm_eps;      /* 0 = 1e-6 */
+    epmoe_dtype_t dtype; /* of x; 0 = BF16 */
+    int32_t max_tokens;  /* 0 = 4096 */
+    epmoe_backend_t backend;
+} epmoe_head_config_t;
+#define EPMOE_HEAD_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_head_config_t)
+
+EPMOE_API epmoe_status_t epmoe_checkpoint_head_config(const epmoe_checkpoint_t *checkpoint,
+                                                      epmoe_head_config_t *config);
+EPMOE_API epmoe_status_t epmoe_head_create(const epmoe_head_config_t *config, epmoe_head_t **head);
+EPMOE_API void epmoe_head_destroy(epmoe_head_t *head); /* NULL is legal */
+/* The final norm, and lm_head or, where the model ties them, the embedding. Local. After a failure the head has no
+ * weights. */
+EPMOE_API epmoe_status_t epmoe_head_load_checkpoint(epmoe_head_t *head, const epmoe_checkpoint_t *checkpoint);
+/* x [T,d] of dtype, logits out [T,V]. BAD_STATE before weights were loaded. */
+EPMOE_API epmoe_status_t epmoe_head_forward(epmoe_head_t *head, const void *x, float *logits, int32_t num_tokens,
+                                            epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }
