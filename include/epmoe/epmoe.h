@@ -181,6 +181,7 @@ typedef enum epmoe_format_t {
     EPMOE_FORMAT_AWQ = 6,
     EPMOE_FORMAT_CT_W4 = 7, /* compressed-tensors pack-quantized */
     EPMOE_FORMAT_MXFP4 = 8,
+    EPMOE_FORMAT_W4 = 9, /* no file format: what GPTQ, AWQ and CT_W4 are repacked into */
 } epmoe_format_t;
 EPMOE_API const char *epmoe_format_string(epmoe_format_t format);
 
@@ -192,18 +193,29 @@ typedef enum epmoe_layout_t {
 } epmoe_layout_t;
 
 /* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
- * Plain formats (F32, BF16, F16) use `data` only. The other fields carry the tensors of quantised formats.
- * Quantised formats are refused as NOT_SUPPORTED by this version. */
+ * Plain formats (F32, BF16, F16) use `data` only. Quantised ones have the tensors of the file formats of the same name,
+ * stacked along E; g = group_size, G = ceil(K/g), words are 32-bit with eight 4-bit codes, the lowest bits first:
+ *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/g),ceil(K/g)]: w = code * scale
+ *   GPTQ       data words [E,ceil(K/8),N], eight k each; scales [E,G,N]; zeros words [E,G,ceil(N/8)]; g_idx [E,K] or
+ *              NULL: w = scale * (code - zero), the group of column k is g_idx[k], or k / g
+ *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; zeros alike
+ * [E,G,ceil(N/8)]; scales [E,G,N] CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G],
+ * eight rows each, or NULL = 8; g_idx as GPTQ MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w
+ * = e2m1(code) * 2^(scale - 127) W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL =
+ * 8; g_idx [E,H,K] or NULL: the order of the columns: stored column j multiplies column g_idx[j] of x. H = 2 (gate
+ * rows, up rows) with an activation, otherwise 1 With the layout PACKED and an activation the up rows of FP8_BLOCK
+ * begin a block row of their own: scales [E,2*ceil(f/g),ceil(K/g)]. Quantised weights run on the CPU; on CUDA they are
+ * NOT_SUPPORTED by this version. */
 typedef struct epmoe_weight_t {
     size_t struct_size;
     epmoe_format_t format;
-    int32_t group_size;         /* quantised: K columns per scale; 0 = 128, -1 = one group */
-    int32_t zero_convention;    /* GPTQ: 1 = stored zero is z-1, 2 = z; 0 = 1 */
-    epmoe_dtype_t scales_dtype; /* quantised */
+    int32_t group_size;         /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 */
+    int32_t zero_convention;    /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
+    epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0 */
     const void *data;
     const void *scales;
     const void *zeros;
-    const int32_t *g_idx; /* GPTQ with act-order: [E,K] */
+    const int32_t *g_idx;
 } epmoe_weight_t;
 #define EPMOE_WEIGHT_INIT EPMOE_STRUCT_INIT(epmoe_weight_t)
 
