@@ -111,6 +111,18 @@ epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *nam
     return EPMOE_OK;
 }
 
+epmoe_status_t epmoei_weight_check_pointers(const epmoe_weight_t *weight, const char *name)
+{
+    bool quantised = epmoei_format_is_quantised(weight->format);
+    bool zeros = weight->format == EPMOE_FORMAT_GPTQ || weight->format == EPMOE_FORMAT_AWQ;
+    const char *missing = !weight->data                  ? "data"
+                          : quantised && !weight->scales ? "scales"
+                          : zeros && !weight->zeros      ? "zeros"
+                                                         : NULL;
+    if (!missing) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.%s is NULL", name, missing);
+}
+
 static uint32_t load_word(const void *base, int64_t i)
 {
     uint32_t word;

@@ -60,6 +60,9 @@ epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows
 /* Checks the fields of a quantised weight and fills in their defaults; `name` is for messages. */
 epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *name, int64_t cols);
 
+/* Whether the arrays that the format needs are there. */
+epmoe_status_t epmoei_weight_check_pointers(const epmoe_weight_t *weight, const char *name);
+
 /* Scale number i. */
 float epmoei_quant_scale(const epmoei_quant_t *quant, int64_t i);
 /* The 4-bit code of a stored row and column; not of FP8_BLOCK. */

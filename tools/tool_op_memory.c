@@ -10,6 +10,7 @@ void op_context_init(op_context_t *context, const op_t *op, epmoe_backend_t back
 {
     *context = (op_context_t){.op = op, .backend = backend};
     for (size_t i = 0; i < sizeof context->dims / sizeof context->dims[0]; i++) context->dims[i] = -1;
+    context->dims['1'] = 1;
 }
 
 void op_context_free(op_context_t *context)

@@ -346,7 +346,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
- * NOT_SUPPORTED for quantised formats and, on CUDA, K not a multiple of 8, fp32 x or weights, and two different types.
+ * NOT_SUPPORTED on CUDA for quantised formats, K not a multiple of 8, fp32 x or weights, and two different types.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
@@ -378,6 +378,7 @@ typedef struct epmoe_grouped_gemm_args_t {
                                     memory as the tensors; NULL = max_rows */
     int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
     int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
+    int32_t fp8_activations;     /* 0 or 1, FP8_BLOCK only: x is first quantised as epmoe_quantize_fp8 does, BLOCK128 */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -462,10 +463,64 @@ typedef struct epmoe_experts_args_t {
     const float *addend;           /* [T,d] or NULL */
     const void *residual;          /* [T,d] of y_dtype or NULL; y may alias it */
     const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t */
+    int32_t fp8_activations;       /* 0 or 1, FP8_BLOCK only: x and h are first quantised, 128 columns per scale */
 } epmoe_experts_args_t;
 #define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
+
+/* ------------------------------------------------------------------------------------------------- quantisation */
+
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
+
+/* Activations to E4M3: q = e4m3(x / scale), where the scale of each part is
+ *     max(amax / 448, 2^-126), with pow2 2^ceil(log2 of it): a power of two stays
+ * and amax the largest |x| of the part, bounded by scale_ub; a NaN does not count, an infinity counts as the largest
+ * finite value. So a scale is finite and never 0. Codes round to nearest even and saturate: NaN = 0x7F, +-inf = +-448,
+ * -0 = 0x80. With static_scale that one is used for all, and copied to `scale`.
+ * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, a stride below the row, NULL pointers, a static_scale or
+ * scale_ub that is not finite and above 0 (CPU), a static_scale with another granularity than TENSOR, pow2 or scale_ub.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = T*d*(b + 1) and the scales; TENSOR reads x twice. */
+typedef struct epmoe_quantize_fp8_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;  /* T */
+    int32_t hidden;      /* d */
+    epmoe_dtype_t dtype; /* of x: F32, BF16, F16 */
+    epmoe_granularity_t granularity;
+    int32_t pow2;              /* 0 or 1 */
+    const void *x;             /* [T,d] */
+    int64_t x_stride;          /* elements from row to row; 0 = d */
+    const float *static_scale; /* [1] or NULL */
+    const float *scale_ub;     /* [1] or NULL: bounds amax */
+    void *q;                   /* out E4M3 [T,d] */
+    float *scale;              /* out, see epmoe_granularity_t */
+} epmoe_quantize_fp8_args_t;
+#define EPMOE_QUANTIZE_FP8_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_quantize_fp8_args_t)
+EPMOE_API epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
+
+/* The values of a weight in any format, in fp32: w[e,n,k] as epmoe_weight_t defines it, columns in the order of x.
+ * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = the weight's + 4*E*N*K. */
+typedef struct epmoe_dequant_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_experts; /* E; 0 = 1 */
+    int32_t n;           /* N */
+    int32_t k;           /* K */
+    int32_t reserved;
+    epmoe_weight_t weight; /* [E,N,K] */
+    float *w;              /* out [E,N,K] */
+} epmoe_dequant_args_t;
+#define EPMOE_DEQUANT_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dequant_args_t)
+EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
 
 /* ------------------------------------------------------------------------------------------------ communication */
 
