@@ -31,15 +31,16 @@ typedef struct plan_t {
 } plan_t;
 
 typedef struct scratch_t {
-    float *out;           /* [2*tile, rows]: products, weight row major */
-    float *w;             /* BLAS: [2*tile, depth] */
-    float *x;             /* BLAS: [rows, depth] */
-    const float **x_rows; /* [rows] */
-    const void **w_rows;  /* [2*tile] */
-    int64_t *w_index;     /* [2*tile]: rows of w; quantised weights only */
-    const float **x_at;   /* [rows]: the same */
-    int32_t *slots;       /* [rows] */
-    int32_t *y_rows;      /* [rows] */
+    float *out;                /* [2*tile, rows]: products, weight row major */
+    float *w;                  /* BLAS: [2*tile, depth] */
+    float *x;                  /* BLAS: [rows, depth] */
+    const float **x_rows;      /* [rows] */
+    const void **w_rows;       /* [2*tile] */
+    int64_t *w_index;          /* [2*tile]: rows of w; quantised weights only */
+    epmoei_coded_row_t *coded; /* [2*tile]: the same */
+    const float **x_at;        /* [rows]: the same */
+    int32_t *slots;            /* [rows] */
+    int32_t *y_rows;           /* [rows] */
 } scratch_t;
 
 static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args, scratch_t *scratch)
@@ -53,6 +54,7 @@ static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args,
     scratch->x_rows = epmoei_carve(&arena, rows * (int64_t)sizeof *scratch->x_rows);
     scratch->w_rows = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->w_rows);
     scratch->w_index = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->w_index);
+    scratch->coded = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->coded);
     scratch->x_at = epmoei_carve(&arena, rows * (int64_t)sizeof *scratch->x_at);
     scratch->slots = epmoei_carve(&arena, rows * 4);
     scratch->y_rows = epmoei_carve(&arena, rows * 4);
@@ -186,6 +188,7 @@ static void run_task(const epmoe_grouped_gemm_args_t *args, const float *x, cons
                                      .x = scratch->x,
                                      .part = scratch->out + (int64_t)num_w * rows,
                                      .w_rows = scratch->w_rows,
+                                     .coded = scratch->coded,
                                      .x_at = scratch->x_at,
                                      .out = scratch->out};
         epmoei_quant_tile_multiply(&quant);

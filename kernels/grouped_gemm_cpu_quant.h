@@ -1,6 +1,7 @@
-/* A tile of the CPU's grouped GEMM on quantised weights, in pieces of EPMOEI_QUANT_DEPTH columns: the rows of w are
- * widened to fp32 in a thread's cache, then multiplied as plain ones are. Where the columns of w are stored in another
- * order, x is gathered to it piece by piece. */
+/* A tile of the CPU's grouped GEMM on quantised weights, in pieces of EPMOEI_QUANT_DEPTH columns: few rows of x meet
+ * the codes as they are stored, widened in registers (grouped_gemm_cpu_rows.c); otherwise the rows of w are widened to
+ * fp32 in a thread's cache and multiplied as plain ones are. Where the columns of w are stored in another order, x is
+ * gathered to it piece by piece. */
 #ifndef EPMOEI_GROUPED_GEMM_CPU_QUANT_H
 #define EPMOEI_GROUPED_GEMM_CPU_QUANT_H
 
@@ -20,11 +21,13 @@ typedef struct epmoei_quant_tile_t {
     int32_t rows;
     const int64_t *w_index;     /* [num_w] */
     const float *const *x_rows; /* [rows] */
-    /* Scratch: w [num_w,depth], x [rows,depth], part [num_w,rows] (not with blas), w_rows [num_w], x_at [rows] */
+    /* Scratch: w [num_w,depth], x [rows,depth], part [num_w,rows] (not with blas), w_rows and coded [num_w], x_at
+     * [rows] */
     float *w;
     float *x;
     float *part;
     const void **w_rows;
+    epmoei_coded_row_t *coded;
     const float **x_at;
     float *out; /* [num_w,rows] */
 } epmoei_quant_tile_t;

@@ -268,9 +268,7 @@ static epmoe_status_t find_family(section_t section, epmoei_model_config_t *conf
 static epmoe_status_t read_all(section_t section, epmoei_model_config_t *config)
 {
     EPMOEI_CHECK(find_family(section, config));
-    const json_t *quantization = get(section, "quantization_config");
-    const char *method = json_string_value(json_object_get(quantization, "quant_method"));
-    if (quantization) snprintf(config->quant_method, sizeof config->quant_method, "%s", method ? method : "unknown");
+    EPMOEI_CHECK(epmoei_quant_config_read(get(section, "quantization_config"), section.path, &config->quant));
     const char *name = config->family->config_section;
     if (name) {
         section.object = get(section, name);
@@ -290,5 +288,8 @@ epmoe_status_t epmoei_model_config_read(const char *path, epmoei_model_config_t 
     *config = (epmoei_model_config_t){.layer = EPMOE_LAYER_CONFIG_INIT};
     epmoe_status_t status = read_all((section_t){root, path}, config);
     json_decref(root);
+    if (status != EPMOE_OK) epmoei_model_config_free(config);
     return status;
 }
+
+void epmoei_model_config_free(epmoei_model_config_t *config) { epmoei_quant_config_free(&config->quant); }

@@ -3,6 +3,7 @@
 #define EPMOEI_MODEL_CONFIG_H
 
 #include "moe/families.h"
+#include "moe/quant_config.h"
 
 /* A size that tensors must agree with, and how to say where it is from: "hidden_size is 64". value < 0 = not there. */
 typedef struct epmoei_config_size_t {
@@ -20,11 +21,12 @@ typedef struct epmoei_model_config_t {
     epmoei_config_size_t intermediate;
     epmoei_config_size_t dense_intermediate;
     epmoei_config_size_t shared_intermediate;
-    char quant_method[32];      /* "" without quantization_config */
+    epmoei_quant_config_t quant;
     epmoe_layer_config_t layer; /* of MoE layers: all that config.json decides; the tensors decide the rest */
 } epmoei_model_config_t;
 
 /* IO, FORMAT (naming file and key), NOT_SUPPORTED (unknown family, router rule or activation). */
 epmoe_status_t epmoei_model_config_read(const char *path, epmoei_model_config_t *config);
+void epmoei_model_config_free(epmoei_model_config_t *config); /* a zeroed one is legal */
 
 #endif

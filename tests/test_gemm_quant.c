@@ -2,6 +2,7 @@
  * of rows and the tier; and packed weights against what they were packed from. */
 #include "base/fp8.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_cpu_rows.h"
 #include "kernels/quant_pack.h"
 #include "tests/quant_case.h"
 
@@ -40,6 +41,14 @@ static const case_t cases[] = {
     {EPMOE_FORMAT_W4, 80, 1090, 64, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false},
     {EPMOE_FORMAT_W4, 37, 205, 24, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false},
     {EPMOE_FORMAT_W4, 37, 100, 32, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
+    /* Of widths that are widened in registers. */
+    {EPMOE_FORMAT_FP8_BLOCK, 140, 1152, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
+    {EPMOE_FORMAT_FP8_BLOCK, 19, 1056, 96, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, true},
+    {EPMOE_FORMAT_FP8_BLOCK, 38, 2064, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false},
+    {EPMOE_FORMAT_CT_W4, 34, 272, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false},
+    {EPMOE_FORMAT_W4, 80, 1328, 128, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
+    {EPMOE_FORMAT_W4, 66, 1104, 16, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false},
+    {EPMOE_FORMAT_W4, 21, 2096, -1, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false},
 };
 #define NUM_CASES (sizeof cases / sizeof cases[0])
 
@@ -175,6 +184,62 @@ Test(gemm_quant, batch_invariant)
             cr_assert_eq(memcmp(one, y + r * n_out, (size_t)n_out * 4), 0, "case %d row %d", (int)i, r);
         }
         free(x), free(y), free(one), free(args.workspace);
+        quant_case_free(&made);
+    }
+}
+
+/* Every instruction set that this processor has, all numbers of x rows, and a NaN that stays in its weight row. */
+Test(gemm_quant, rows_of_every_instruction_set)
+{
+    const epmoei_rows_table_t *tables[3] = {&epmoei_rows_generic};
+    int num_tables = 1;
+#if defined(__x86_64__)
+    if (epmoei_cpu_tier() >= EPMOEI_CPU_AVX2) tables[num_tables++] = &epmoei_rows_avx2;
+    if (epmoei_cpu_tier() >= EPMOEI_CPU_AVX512) tables[num_tables++] = &epmoei_rows_avx512;
+#endif
+    enum { N = 7, K = 288, M = 19, GROUP = 96, FIRST = 48, DEPTH = K - FIRST };
+    static const epmoe_format_t formats[] = {EPMOE_FORMAT_FP8_BLOCK, EPMOE_FORMAT_W4, EPMOE_FORMAT_MXFP4};
+    testing_rng_t rng = testing_rng(testing_seed());
+    for (int f = 0; f < 3; f++) {
+        quant_case_t made = quant_case_make(&rng, formats[f], 1, N, K, GROUP, QUANT_INDEX_NONE, 0);
+        epmoe_weight_t filled = made.weight;
+        cr_assert_eq(epmoei_quant_check_weight(&filled, "weight", K), EPMOE_OK);
+        if (f == 0) ((uint8_t *)made.data)[4 * K + 100] = 0x7F, ((uint8_t *)made.data)[5 * K + 3] = 0xFF;
+        epmoei_quant_t quant = epmoei_quant_of_weight(&filled, N, K, 0, 0);
+        int32_t group = quant.group, bits = f == 0 ? 8 : 4;
+        float x[M][DEPTH], scales[N][16], zeros[N][16], out[N][M];
+        const float *x_rows[M];
+        epmoei_coded_row_t rows[N];
+        testing_fill_normal(&rng, x, EPMOE_F32, M * DEPTH, 1);
+        for (int m = 0; m < M; m++) x_rows[m] = x[m];
+        for (int n = 0; n < N; n++) {
+            for (int g = FIRST / group; g * group < K; g++) {
+                scales[n][g - FIRST / group] = epmoei_quant_scale(&quant, epmoei_quant_scale_at(&quant, n, g));
+                zeros[n][g - FIRST / group] = f == 1 ? (float)epmoei_quant_zero(&quant, n, g) : NAN;
+            }
+            rows[n] = (epmoei_coded_row_t){(const char *)made.data + (n * K + FIRST) * bits / 8, scales[n], zeros[n]};
+        }
+        for (int t = 0; t < num_tables; t++)
+            for (int m = 1; m <= M; m++) {
+                epmoei_coded_rows_fn fn = f == 0 ? tables[t]->e4m3 : f == 1 ? tables[t]->w4 : tables[t]->e2m1;
+                memset(out, 0xFF, sizeof out);
+                fn(rows, N, x_rows, m, FIRST, DEPTH, group, out[0], M);
+                for (int n = 0; n < N; n++)
+                    for (int i = 0; i < M; i++) {
+                        double sum = 0, size = 0;
+                        for (int c = 0; c < DEPTH; c++) {
+                            double product = (double)epmoei_quant_at(&quant, n, FIRST + c) * (double)x[i][c];
+                            sum += product, size += fabs(product);
+                        }
+                        if (i >= m)
+                            cr_assert_eq(epmoei_f32_bits(out[n][i]), 0xFFFFFFFFu);
+                        else if (f == 0 && n == 4) /* the other NaN is before the piece */
+                            cr_assert(isnan(out[n][i]) && isnan(sum));
+                        else
+                            cr_assert(fabs((double)out[n][i] - sum) <= 1e-5 * size,
+                                      "format %d table %d: %g, expected %g", f, t, (double)out[n][i], sum);
+                    }
+            }
         quant_case_free(&made);
     }
 }
