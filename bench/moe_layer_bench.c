@@ -120,6 +120,9 @@ static epmoe_status_t configure(bench_t *bench)
 static epmoe_status_t inject_nan(const bench_t *bench)
 {
     const epmoei_packed_weights_t *weights = &bench->layer->weights;
+    if (epmoei_format_is_quantised(weights->formats.down))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "--inject-nan with weights in %s: expected plain ones",
+                           epmoe_format_string(weights->formats.down));
     int64_t step = (int64_t)bench->config.hidden * bench->config.intermediate;
     epmoe_dtype_t dtype = epmoei_dtype_of_format(weights->formats.down);
     int64_t size = epmoe_dtype_size(dtype);

@@ -18,17 +18,25 @@ typedef struct matrix_t {
     int32_t expert;
     epmoe_dtype_t dtype;
     epmoei_view_t view;
+    epmoei_quant_t quant; /* of a quantised view: never rounded */
 } matrix_t;
 
 static matrix_t random_matrix(const reference_t *reference, epmoei_random_tensor_t tensor, int32_t expert, int64_t rows,
                               int64_t cols, epmoe_dtype_t dtype)
 {
-    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}};
+    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}, {0}};
 }
 
 static matrix_t view_matrix(epmoei_view_t view, epmoe_dtype_t dtype)
 {
     return (matrix_t){.rows = view.rows, .cols = view.cols, .dtype = dtype, .view = view};
+}
+
+static matrix_t source_matrix(epmoei_view_t view, const epmoei_quant_source_t *source, epmoe_dtype_t dtype)
+{
+    matrix_t matrix = view_matrix(view, dtype);
+    matrix.quant = source->quant;
+    return matrix;
 }
 
 /* Of a checkpoint's matrices; its biases are kept as they are. */
@@ -50,6 +58,8 @@ static void read_row(const matrix_t *matrix, int64_t r, double *dst)
                                r * matrix->cols + first, count, scale);
             epmoei_to_f32(values, rounded, matrix->dtype, count);
             for (int64_t c = 0; c < count; c++) dst[first + c] = (double)values[c];
+        } else if (matrix->quant.format != EPMOE_FORMAT_NONE) {
+            for (int64_t c = first; c < first + count; c++) dst[c] = (double)epmoei_quant_at(&matrix->quant, r, c);
         } else {
             const epmoei_view_t *view = &matrix->view;
             for (int64_t c = first; c < first + count; c++)
@@ -150,9 +160,9 @@ static epmoe_status_t find_expert(const reference_t *reference, int32_t expert, 
     }
     epmoe_dtype_t dtype = view_dtype(reference);
     *found = (expert_t){
-        .gate = view_matrix(source.gate, dtype),
-        .up = view_matrix(source.up, dtype),
-        .down = view_matrix(source.down, dtype),
+        .gate = source_matrix(source.gate, &source.gate_quant, dtype),
+        .up = source_matrix(source.up, &source.up_quant, dtype),
+        .down = source_matrix(source.down, &source.down_quant, dtype),
         .gate_bias = view_matrix(source.gate_bias, EPMOE_DTYPE_NONE),
         .up_bias = view_matrix(source.up_bias, EPMOE_DTYPE_NONE),
         .down_bias = view_matrix(source.down_bias, EPMOE_DTYPE_NONE),

@@ -3,8 +3,15 @@
 #define EPMOEI_CHECKPOINT_H
 
 #include "base/base.h"
+#include "kernels/quant_formats.h"
 #include "kernels/repack.h"
 #include "moe/safetensors.h"
+
+/* Where a quantised projection is stored. Its view then has the data, rows and cols, and no dtype. */
+typedef struct epmoei_quant_source_t {
+    epmoei_quant_t quant;           /* format NONE: the projection is plain, or absent */
+    const epmoei_tensor_t *indices; /* g_idx, for messages; NULL = none, or not from a file */
+} epmoei_quant_source_t;
 
 /* One expert's (or the shared expert's) three projections as nn.Linear sees them: gate, up [f,d]; down [d,f].
  * Biases are views of one row: [1,f], [1,f], [1,d]; absent when the family has none. */
@@ -15,6 +22,9 @@ typedef struct epmoei_expert_source_t {
     epmoei_view_t gate_bias;
     epmoei_view_t up_bias;
     epmoei_view_t down_bias;
+    epmoei_quant_source_t gate_quant;
+    epmoei_quant_source_t up_quant;
+    epmoei_quant_source_t down_quant;
 } epmoei_expert_source_t;
 
 typedef struct epmoei_layer_source_t {

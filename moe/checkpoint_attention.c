@@ -52,7 +52,7 @@ static epmoe_status_t read_projections(epmoei_reader_t *reader, const projection
 {
     for (int i = 0; i < count; i++) {
         char bias[64];
-        EPMOEI_CHECK(epmoei_reader_projection(reader, list[i].name, 0, list[i].rows, list[i].cols, list[i].view));
+        EPMOEI_CHECK(epmoei_reader_projection(reader, list[i].name, 0, list[i].rows, list[i].cols, list[i].view, NULL));
         if (!list[i].bias) continue;
         snprintf(bias, sizeof bias, "%s.bias", list[i].name);
         EPMOEI_CHECK(epmoei_reader_row(reader, bias, list[i].rows, list[i].bias));

@@ -97,10 +97,12 @@ epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t see
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
-    epmoe_format_t format = layer->config.weight_format;
-    epmoe_format_t shared_format = layer->config.shared_intermediate ? format : EPMOE_FORMAT_NONE;
-    epmoei_layer_formats_t formats = {epmoei_dtype_of_format(format), format, format, shared_format, shared_format};
     epmoe_stream_t stream = NULL;
+    if (epmoei_format_is_quantised(layer->config.weight_format))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "config.weight_format is %s: random weights are fp32, bf16 or fp16",
+                           epmoe_format_string(layer->config.weight_format));
+    epmoei_layer_formats_t formats = epmoei_layer_config_formats(&layer->config);
     EPMOEI_CHECK(epmoei_layer_make_weights(layer, &formats));
     if (layer->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_stream_create(&stream));
     epmoe_status_t status = fill_all(layer, seed, stream);

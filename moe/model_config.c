@@ -154,9 +154,8 @@ static epmoe_status_t find_family(epmoei_config_section_t section, epmoei_model_
 static epmoe_status_t read_all(epmoei_config_section_t section, epmoei_model_config_t *config)
 {
     EPMOEI_CHECK(find_family(section, config));
-    const json_t *quantization = epmoei_config_key(section, "quantization_config");
-    const char *method = json_string_value(json_object_get(quantization, "quant_method"));
-    if (quantization) snprintf(config->quant_method, sizeof config->quant_method, "%s", method ? method : "unknown");
+    EPMOEI_CHECK(
+        epmoei_quant_config_read(epmoei_config_key(section, "quantization_config"), section.path, &config->quant));
     const char *name = config->family->config_section;
     if (name) {
         section.object = epmoei_config_key(section, name);
@@ -178,5 +177,8 @@ epmoe_status_t epmoei_model_config_read(const char *path, epmoei_model_config_t 
     *config = (epmoei_model_config_t){.layer = EPMOE_LAYER_CONFIG_INIT};
     epmoe_status_t status = read_all((epmoei_config_section_t){root, path}, config);
     json_decref(root);
+    if (status != EPMOE_OK) epmoei_model_config_free(config);
     return status;
 }
+
+void epmoei_model_config_free(epmoei_model_config_t *config) { epmoei_quant_config_free(&config->quant); }

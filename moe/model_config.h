@@ -6,6 +6,7 @@
 #include "moe/attention_config.h"
 #include "moe/config_keys.h"
 #include "moe/families.h"
+#include "moe/quant_config.h"
 
 typedef struct epmoei_model_config_t {
     const epmoei_family_t *family;
@@ -17,12 +18,13 @@ typedef struct epmoei_model_config_t {
     epmoei_config_size_t intermediate;
     epmoei_config_size_t dense_intermediate;
     epmoei_config_size_t shared_intermediate;
-    char quant_method[32];      /* "" without quantization_config */
+    epmoei_quant_config_t quant;
     epmoe_layer_config_t layer; /* of MoE layers: all that config.json decides; the tensors decide the rest */
     epmoei_attention_config_t attention;
 } epmoei_model_config_t;
 
 /* IO, FORMAT (naming file and key), NOT_SUPPORTED (unknown family, router rule or activation). */
 epmoe_status_t epmoei_model_config_read(const char *path, epmoei_model_config_t *config);
+void epmoei_model_config_free(epmoei_model_config_t *config); /* a zeroed one is legal */
 
 #endif

@@ -419,7 +419,9 @@ Test(grouped_gemm, bad_arguments_name_themselves_and_write_nothing)
     REFUSED(args.expert_offsets = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets is NULL");
     REFUSED(args.workspace = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "workspace");
     REFUSED(args.workspace_bytes = 64, EPMOE_ERROR_INVALID_ARGUMENT, "workspace_bytes 64");
-    REFUSED(args.weight.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_NOT_SUPPORTED, "awq");
+    REFUSED(args.weight.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_INVALID_ARGUMENT, "weight.scales is NULL");
+    REFUSED(args.fp8_activations = 2, EPMOE_ERROR_INVALID_ARGUMENT, "fp8_activations is 2");
+    REFUSED(args.fp8_activations = 1, EPMOE_ERROR_INVALID_ARGUMENT, "weight.format fp32: expected fp8_block");
     REFUSED(args.weight.format = (epmoe_format_t)77, EPMOE_ERROR_INVALID_ARGUMENT, "77");
     REFUSED(args.activation = (epmoe_activation_t)9, EPMOE_ERROR_INVALID_ARGUMENT, "9");
     REFUSED(args.x_dtype = EPMOE_I32, EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype");

@@ -10,9 +10,9 @@
 
 const op_tensor_t op_attention_tensors[] = {
     {.name = "q", .shape = "T,H,D", .kind = OP_FLOAT},
-    {.name = "key_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true},
+    {.name = "key_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true},
     /* Without it the values are the first columns of the keys. */
-    {.name = "value_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true, .optional = true},
+    {.name = "value_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true, .optional = true},
     {.name = "k_scale", .shape = "1", .kind = OP_F32, .optional = true},
     {.name = "v_scale", .shape = "1", .kind = OP_F32, .optional = true},
     {.name = "block_table", .shape = "B,M", .kind = OP_INDEX},

@@ -179,8 +179,8 @@ epmoe_status_t op_qk_norm_rope_run(op_context_t *context)
 const op_tensor_t op_cache_write_tensors[] = {
     {.name = "key", .shape = "T,K,D", .kind = OP_FLOAT},
     {.name = "value", .shape = "T,K,D", .kind = OP_FLOAT},
-    {.name = "key_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true},
-    {.name = "value_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true},
+    {.name = "key_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true},
+    {.name = "value_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true},
     {.name = "slots", .shape = "N", .kind = OP_WIDE},
     {.name = "k_scale", .shape = "1", .kind = OP_F32, .optional = true},
     {.name = "v_scale", .shape = "1", .kind = OP_F32, .optional = true},

@@ -182,6 +182,7 @@ typedef enum epmoe_format_t {
     EPMOE_FORMAT_AWQ = 6,
     EPMOE_FORMAT_CT_W4 = 7, /* compressed-tensors pack-quantized */
     EPMOE_FORMAT_MXFP4 = 8,
+    EPMOE_FORMAT_W4 = 9, /* no file format: what GPTQ, AWQ and CT_W4 are repacked into */
 } epmoe_format_t;
 EPMOE_API const char *epmoe_format_string(epmoe_format_t format);
 
@@ -193,18 +194,29 @@ typedef enum epmoe_layout_t {
 } epmoe_layout_t;
 
 /* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
- * Plain formats (F32, BF16, F16) use `data` only. The other fields carry the tensors of quantised formats.
- * Quantised formats are refused as NOT_SUPPORTED by this version. */
+ * Plain formats (F32, BF16, F16) use `data` only. Quantised ones have the tensors of the file formats of the same name,
+ * stacked along E; g = group_size, G = ceil(K/g), words are 32-bit with eight 4-bit codes, the lowest bits first:
+ *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/g),ceil(K/g)]: w = code * scale
+ *   GPTQ       data words [E,ceil(K/8),N], eight k each; scales [E,G,N]; zeros words [E,G,ceil(N/8)]; g_idx [E,K] or
+ *              NULL: w = scale * (code - zero), the group of column k is g_idx[k], or k / g
+ *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; zeros alike
+ * [E,G,ceil(N/8)]; scales [E,G,N] CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G],
+ * eight rows each, or NULL = 8; g_idx as GPTQ MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w
+ * = e2m1(code) * 2^(scale - 127) W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL =
+ * 8; g_idx [E,H,K] or NULL: the order of the columns: stored column j multiplies column g_idx[j] of x. H = 2 (gate
+ * rows, up rows) with an activation, otherwise 1 With the layout PACKED and an activation the up rows of FP8_BLOCK
+ * begin a block row of their own: scales [E,2*ceil(f/g),ceil(K/g)]. Quantised weights run on the CPU; on CUDA they are
+ * NOT_SUPPORTED by this version. */
 typedef struct epmoe_weight_t {
     size_t struct_size;
     epmoe_format_t format;
-    int32_t group_size;         /* quantised: K columns per scale; 0 = 128, -1 = one group */
-    int32_t zero_convention;    /* GPTQ: 1 = stored zero is z-1, 2 = z; 0 = 1 */
-    epmoe_dtype_t scales_dtype; /* quantised */
+    int32_t group_size;         /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 */
+    int32_t zero_convention;    /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
+    epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0 */
     const void *data;
     const void *scales;
     const void *zeros;
-    const int32_t *g_idx; /* GPTQ with act-order: [E,K] */
+    const int32_t *g_idx;
 } epmoe_weight_t;
 #define EPMOE_WEIGHT_INIT EPMOE_STRUCT_INIT(epmoe_weight_t)
 
@@ -335,7 +347,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
- * NOT_SUPPORTED for quantised formats and, on CUDA, K not a multiple of 8, fp32 x or weights, and two different types.
+ * NOT_SUPPORTED on CUDA for quantised formats, K not a multiple of 8, fp32 x or weights, and two different types.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
@@ -367,6 +379,7 @@ typedef struct epmoe_grouped_gemm_args_t {
                                     memory as the tensors; NULL = max_rows */
     int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
     int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
+    int32_t fp8_activations;     /* 0 or 1, FP8_BLOCK only: x is first quantised as epmoe_quantize_fp8 does, BLOCK128 */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -451,15 +464,13 @@ typedef struct epmoe_experts_args_t {
     const float *addend;           /* [T,d] or NULL */
     const void *residual;          /* [T,d] of y_dtype or NULL; y may alias it */
     const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t */
+    int32_t fp8_activations;       /* 0 or 1, FP8_BLOCK only: x and h are first quantised, 128 columns per scale */
 } epmoe_experts_args_t;
 #define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
 
-/* ---------------------------------------------------------------------------------------------------- dense ops */
-
-/* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
- * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
+/* ------------------------------------------------------------------------------------------------- quantisation */
 
 /* What one scale of a quantised activation covers. */
 typedef enum epmoe_granularity_t {
@@ -467,6 +478,55 @@ typedef enum epmoe_granularity_t {
     EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
     EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
 } epmoe_granularity_t;
+
+/* Activations to E4M3: q = e4m3(x / scale), where the scale of each part is
+ *     max(amax / 448, 2^-126), with pow2 2^ceil(log2 of it): a power of two stays
+ * and amax the largest |x| of the part, bounded by scale_ub; a NaN does not count, an infinity counts as the largest
+ * finite value. So a scale is finite and never 0. Codes round to nearest even and saturate: NaN = 0x7F, +-inf = +-448,
+ * -0 = 0x80. With static_scale that one is used for all, and copied to `scale`.
+ * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, a stride below the row, NULL pointers, a static_scale or
+ * scale_ub that is not finite and above 0 (CPU), a static_scale with another granularity than TENSOR, pow2 or scale_ub.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = T*d*(b + 1) and the scales; TENSOR reads x twice. */
+typedef struct epmoe_quantize_fp8_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;  /* T */
+    int32_t hidden;      /* d */
+    epmoe_dtype_t dtype; /* of x: F32, BF16, F16 */
+    epmoe_granularity_t granularity;
+    int32_t pow2;              /* 0 or 1 */
+    const void *x;             /* [T,d] */
+    int64_t x_stride;          /* elements from row to row; 0 = d */
+    const float *static_scale; /* [1] or NULL */
+    const float *scale_ub;     /* [1] or NULL: bounds amax */
+    void *q;                   /* out E4M3 [T,d] */
+    float *scale;              /* out, see epmoe_granularity_t */
+} epmoe_quantize_fp8_args_t;
+#define EPMOE_QUANTIZE_FP8_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_quantize_fp8_args_t)
+EPMOE_API epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
+
+/* The values of a weight in any format, in fp32: w[e,n,k] as epmoe_weight_t defines it, columns in the order of x.
+ * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = the weight's + 4*E*N*K. */
+typedef struct epmoe_dequant_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_experts; /* E; 0 = 1 */
+    int32_t n;           /* N */
+    int32_t k;           /* K */
+    int32_t reserved;
+    epmoe_weight_t weight; /* [E,N,K] */
+    float *w;              /* out [E,N,K] */
+} epmoe_dequant_args_t;
+#define EPMOE_DEQUANT_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dequant_args_t)
+EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
+
+/* ---------------------------------------------------------------------------------------------------- dense ops */
+
+/* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
+ * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
  *     s[t,:] = residual ? round(x[t,:] + residual[t,:], dtype) : x[t,:]; residual[t,:] = s[t,:]
@@ -1009,6 +1069,7 @@ typedef struct epmoe_layer_config_t {
                                      and take dtype's on CUDA (but see router_dtype) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
+    int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -1089,9 +1150,10 @@ typedef struct epmoe_layer_weights_t {
 } epmoe_layer_weights_t;
 #define EPMOE_LAYER_WEIGHTS_INIT EPMOE_STRUCT_INIT(epmoe_layer_weights_t)
 
-/* Copies the weights into the layer's own layout (the caller may free his), or with layout PACKED borrows gate_up,
- * down, shared_gate_up and shared_down until destroy. Local, not collective. May be called again to replace them; after
- * a failure past the checks (no memory, a CUDA error) the layer has no weights. */
+/* Copies the weights into the layer's own layout (the caller may free his): GPTQ, AWQ and CT_W4 become W4. With layout
+ * PACKED it borrows gate_up, down, shared_gate_up and shared_down until destroy: quantised ones must then be FP8_BLOCK,
+ * MXFP4 or W4. Local, not collective. May be called again to replace them; after a failure past the checks (no memory,
+ * a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
  * count and of the backend. Local. */
