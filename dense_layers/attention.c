@@ -55,6 +55,9 @@ epmoe_status_t epmoei_attention_check(const epmoe_attention_args_t *args, epmoe_
 {
     EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "epmoe_attention_args_t"));
     EPMOEI_CHECK(epmoei_check_float_dtype("dtype", out->dtype));
+    if (!out->value_cache && out->value_dim == 0 && out->num_tokens > 0 && out->num_seqs > 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "value_cache is NULL: expected a buffer, or value_dim columns of the keys");
     EPMOEI_CHECK(check_sizes(out));
     EPMOEI_CHECK(check_cache(out));
     EPMOEI_CHECK(epmoei_check_range("window", out->window, 0, INT32_MAX));

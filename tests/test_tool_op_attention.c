@@ -146,6 +146,9 @@ Test(tool_op_attention, attention_refuses)
                   {"seq_lens", EPMOE_I32, 1, {1}, length}, {"query_start", EPMOE_I32, 1, {1}, start},
                   {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys});
     refuses("attention", "--set layout=nhd", "query_start|1 elements|expected 2");
+    TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys});
+    refuses("attention", "--set layout=nhd", "value_cache|missing|value_dim");
+    refuses("attention", "--set layout=nhd value_dim=3", "value_dim is 3|head_dim 2");
 }
 
 /* Probabilities .1 .2 .3 .4, and a row without any. */

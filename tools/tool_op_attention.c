@@ -37,7 +37,10 @@ static epmoe_status_t take_cache_shape(const op_context_t *context, epmoe_attent
     const op_value_t *key = op_tensor(context, "key_cache"), *value = op_tensor(context, "value_cache");
     int64_t d = args->head_dim, blocks = -1, size = -1, packs = -1, pack = -1;
     int64_t heads = op_has(context, "kv_heads") ? op_number(context, "kv_heads") : -1;
-    int64_t value_d = op_has(context, "value_dim") ? op_number(context, "value_dim") : value->present ? -1 : d;
+    int64_t value_d = op_has(context, "value_dim") ? op_number(context, "value_dim") : -1;
+    if (!value->present && value_d < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'value_cache' is missing: expected it, or value_dim "
+                                                         "for the first columns of the keys");
     if (args->layout == EPMOE_CACHE_LAYOUT_V1) {
         EPMOEI_CHECK(op_match_cache("key_cache", key, 5, (int64_t *const[]){&blocks, &heads, &packs, &size, &pack},
                                     "[N,Hk,D/x,bs,x]"));

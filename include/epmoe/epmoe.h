@@ -664,15 +664,15 @@ EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args,
  *     s[j]   = scale * (q[t,h,:] . key[j,:])                for p - window < j <= p (window 0: for all j <= p)
  *     o[t,h] = sum over j of exp(s[j]) * value[j,:] / (sum over j of exp(s[j]) + exp(sinks[h])),  fp32, rounded once
  *   - An F8_E4M3 cache holds key / k_scale and value / v_scale.
- *   - value_cache NULL: the values are the first Dv elements of the keys (MLA's absorbed decode: H query heads over one
- *     cache head, D = latent + rope, Dv = latent; scale is then that of the unabsorbed head).
+ *   - value_cache NULL, value_dim given: the values are the first Dv columns of the keys, as in MLA's absorbed decode:
+ *     one cache head, D = latent + rope, Dv = latent, scale that of the head before absorption.
  *   - Entries of block_table are read only for blocks that hold a visible key, so those past the end of a sequence and
  *     those that have left the window may be anything. Slots without a visible key are never used, not even as NaN.
  *   - A row of a sequence of length 0 (the padding of a batch), or whose scores are all -inf, is zeros. A NaN in q, a
  *     visible key or value reaches only the rows that see it. Rows of o from query_start[B] on are not written.
- * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D without
- * value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases or
- * passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
+ * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D or 0
+ * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
+ * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
  * read outside [0,N), k_scale or v_scale not finite and above 0. NOT_SUPPORTED on CUDA.
  * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
  * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
