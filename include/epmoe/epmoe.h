@@ -746,8 +746,10 @@ typedef struct epmoe_layer_config_t {
     int32_t shared_gated;
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
-    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (but see router_dtype) */
+    epmoe_format_t weight_format; /* of random weights; 0 = that of dtype. epmoe_checkpoint_layer_config gives that of
+                                     quantised experts. Loaded weights keep their format on the CPU (GPTQ, AWQ and CT_W4
+                                     as W4) and take dtype's on CUDA (but see router_dtype), where a quantised one is
+                                     NOT_SUPPORTED */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
@@ -833,8 +835,8 @@ typedef struct epmoe_layer_weights_t {
 
 /* Copies the weights into the layer's own layout (the caller may free his): GPTQ, AWQ and CT_W4 become W4. With layout
  * PACKED it borrows gate_up, down, shared_gate_up and shared_down until destroy: quantised ones must then be FP8_BLOCK,
- * MXFP4 or W4. Local, not collective. May be called again to replace them; after a failure past the checks (no memory, a
- * CUDA error) the layer has no weights. */
+ * MXFP4 or W4. Local, not collective. May be called again to replace them; after a failure past the checks (no memory,
+ * a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
  * count and of the backend. Local. */
