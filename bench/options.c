@@ -73,7 +73,7 @@ static const char k_help[] =
     "  --tokens T[,T...]        tokens of each rank, one case for each T; default 16\n"
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
-    "  --dtype D                bf16 (default), fp16, fp32, fp8, w4, mxfp4\n"
+    "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
@@ -163,13 +163,11 @@ static const char *parse_dtype(options_t *options, const char *text)
 {
     static const char *const names[] = {"bf16", "fp16", "fp32", "fp8", "w4", "mxfp4", NULL};
     static const epmoe_dtype_t dtypes[] = {EPMOE_BF16, EPMOE_F16, EPMOE_F32};
-    static const char *const refusals[] = {"--dtype fp8", "--dtype w4", "--dtype mxfp4"};
+    static const epmoe_format_t formats[] = {EPMOE_FORMAT_FP8_BLOCK, EPMOE_FORMAT_W4, EPMOE_FORMAT_MXFP4};
     int32_t i = find_name(names, text);
     if (i < 0) return "bf16, fp16, fp32, fp8, w4 or mxfp4";
-    if (i < 3)
-        options->dtype = dtypes[i];
-    else
-        options->unsupported = refusals[i - 3];
+    options->dtype = i < 3 ? dtypes[i] : EPMOE_BF16;
+    options->weight_format = i < 3 ? EPMOE_FORMAT_NONE : formats[i - 3];
     return NULL;
 }
 

@@ -2,7 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/blas_threads.h"
-#include "kernels/random_weights.h"
+#include "kernels/random_quant.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -19,12 +19,13 @@ typedef struct matrix_t {
     epmoe_dtype_t dtype;
     epmoei_view_t view;
     epmoei_quant_t quant; /* of a quantised view: never rounded */
+    bool quantised;       /* random: in the config's weight_format */
 } matrix_t;
 
 static matrix_t random_matrix(const reference_t *reference, epmoei_random_tensor_t tensor, int32_t expert, int64_t rows,
                               int64_t cols, epmoe_dtype_t dtype)
 {
-    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}, {0}};
+    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}, {0}, false};
 }
 
 static matrix_t view_matrix(epmoei_view_t view, epmoe_dtype_t dtype)
@@ -45,13 +46,28 @@ static epmoe_dtype_t view_dtype(const reference_t *reference)
     return reference->rounds_checkpoint ? reference->weight_dtype : EPMOE_DTYPE_NONE;
 }
 
+static int32_t random_group(const matrix_t *matrix)
+{
+    return matrix->reference->config->weight_format == EPMOE_FORMAT_MXFP4 ? EPMOEI_MXFP4_GROUP : 128;
+}
+
 /* Row r of the matrix as doubles. */
 static void read_row(const matrix_t *matrix, int64_t r, double *dst)
 {
     enum { kPiece = 512 };
     for (int64_t first = 0; first < matrix->cols; first += kPiece) {
         int64_t count = epmoei_min64(kPiece, matrix->cols - first);
-        if (matrix->reference) {
+        if (matrix->reference && matrix->quantised) {
+            float values[kPiece];
+            const epmoei_random_quant_t random = {matrix->reference->config->weight_format,
+                                                  random_group(matrix),
+                                                  matrix->reference->seed,
+                                                  matrix->tensor,
+                                                  matrix->expert,
+                                                  matrix->cols};
+            epmoei_random_quant_values(&random, r, first, count, values);
+            for (int64_t c = 0; c < count; c++) dst[first + c] = (double)values[c];
+        } else if (matrix->reference) {
             float values[kPiece], scale = epmoei_random_scale(matrix->tensor, matrix->cols);
             char rounded[4 * kPiece];
             epmoei_random_fill(rounded, matrix->dtype, matrix->reference->seed, matrix->tensor, matrix->expert,
@@ -136,6 +152,7 @@ static expert_t random_expert(const reference_t *reference, int32_t expert)
         .up = random_matrix(reference, shared ? EPMOEI_RANDOM_SHARED_UP : EPMOEI_RANDOM_UP, id, f, d, dtype),
         .down = random_matrix(reference, shared ? EPMOEI_RANDOM_SHARED_DOWN : EPMOEI_RANDOM_DOWN, id, d, f, dtype),
     };
+    made.gate.quantised = made.up.quantised = made.down.quantised = epmoei_format_is_quantised(config->weight_format);
     if (config->expert_has_bias && !shared) {
         made.gate_bias = random_matrix(reference, EPMOEI_RANDOM_GATE_BIAS, id, 1, f, EPMOE_F32);
         made.up_bias = random_matrix(reference, EPMOEI_RANDOM_UP_BIAS, id, 1, f, EPMOE_F32);

@@ -4,6 +4,7 @@
 #include "kernels/grouped_gemm.h"
 #include "kernels/grouped_gemm_cpu_rows.h"
 #include "kernels/quant_pack.h"
+#include "kernels/random_quant.h"
 #include "tests/quant_case.h"
 
 #include <criterion/criterion.h>
@@ -331,6 +332,56 @@ Test(gemm_quant, packing_preserves_every_value)
         pack_and_compare(&gate, &up, packs[i].f, packs[i].k,
                          packs[i].gate != QUANT_INDEX_NONE || packs[i].up != QUANT_INDEX_NONE);
         quant_case_free(&gate), quant_case_free(&up);
+    }
+}
+
+/* Random weights: what lies in memory is what the generator says, near the plain random weight, and scales differ. */
+Test(gemm_quant, random_weights)
+{
+    static const struct {
+        epmoe_format_t format;
+        int32_t group;
+        epmoe_dtype_t scales;
+        double error; /* of a weight, in its standard deviations: half a step of the coarser scale */
+    } kinds[] = {{EPMOE_FORMAT_FP8_BLOCK, 128, EPMOE_F32, 0.13},
+                 {EPMOE_FORMAT_W4, 128, EPMOE_F16, 0.5},
+                 {EPMOE_FORMAT_MXFP4, 32, EPMOE_F8_E8M0, 0.6}};
+    enum { ROWS = 200, K = 352 };
+    for (int i = 0; i < 3; i++) {
+        epmoei_quant_sizes_t sizes = epmoei_quant_sizes(kinds[i].format, 2 * ROWS, K, kinds[i].group, i ? 0 : ROWS);
+        void *data = testing_buffer(sizes.data_bytes, 4), *zeros = testing_buffer(sizes.zeros_bytes + 1, 1);
+        void *scales = testing_buffer(sizes.scales * epmoe_dtype_size(kinds[i].scales), 4);
+        epmoei_random_quant_t random = {kinds[i].format, kinds[i].group, 7, EPMOEI_RANDOM_UP, 3, K};
+        epmoei_pack_target_t target = {.shape = {kinds[i].format, kinds[i].group, kinds[i].scales, i == 1, false},
+                                       .data = data,
+                                       .scales = scales,
+                                       .zeros = i == 1 ? zeros : NULL,
+                                       .first_row = ROWS,
+                                       .row_step = 1,
+                                       .first_block = 2};
+        epmoei_random_quant_fill(&random, ROWS, &target);
+        cr_assert(testing_guards_intact(data) && testing_guards_intact(scales) && testing_guards_intact(zeros));
+        epmoe_weight_t weight = EPMOE_WEIGHT_INIT;
+        weight.format = kinds[i].format, weight.group_size = kinds[i].group, weight.scales_dtype = kinds[i].scales;
+        weight.data = data, weight.scales = scales, weight.zeros = i == 1 ? zeros : NULL;
+        epmoei_quant_t quant = epmoei_quant_of_weight(&weight, 2 * ROWS, K, 0, ROWS);
+        float values[K], plain[K];
+        double deviation = 1 / sqrt(K);
+        for (int r = 0; r < ROWS; r++) {
+            epmoei_random_quant_values(&random, r, 0, K, values);
+            epmoei_random_fill(plain, EPMOE_F32, 7, EPMOEI_RANDOM_UP, 3, (int64_t)r * K, K, (float)deviation);
+            for (int c = 0; c < K; c++) {
+                cr_assert(epmoei_f32_bits(epmoei_quant_at(&quant, ROWS + r, c)) == epmoei_f32_bits(values[c]));
+                cr_assert(fabs((double)values[c] - (double)plain[c]) <= kinds[i].error * deviation);
+            }
+        }
+        int larger = 0, all = 0;
+        for (int r = 0; r < ROWS; r++)
+            for (int g = 0; g < 2; g++, all++)
+                larger += epmoei_random_quant_scale(&random, r, g) > epmoei_random_quant_scale(&random, 0, 0) ||
+                          epmoei_random_quant_scale(&random, r, g) < epmoei_random_quant_scale(&random, 0, 0);
+        cr_assert(larger > 0 && larger < all);
+        testing_buffer_free(data), testing_buffer_free(scales), testing_buffer_free(zeros);
     }
 }
 

@@ -1065,8 +1065,10 @@ typedef struct epmoe_layer_config_t {
     int32_t shared_gated;
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
-    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (but see router_dtype) */
+    epmoe_format_t weight_format; /* of random weights; 0 = that of dtype. epmoe_checkpoint_layer_config gives that of
+                                     quantised experts. Loaded weights keep their format on the CPU (GPTQ, AWQ and CT_W4
+                                     as W4) and take dtype's on CUDA (but see router_dtype), where a quantised one is
+                                     NOT_SUPPORTED */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
