@@ -163,7 +163,7 @@ Test(tool_op_quant, compressed_tensors_and_mxfp4)
                   {"weight_scale", EPMOE_BF16, 3, {1, 1, 2}, scales}, {"weight_shape", EPMOE_I64, 2, {1, 2}, wrong});
     fails("grouped_gemm", "--set format=ct group=8", "'weight_shape' holds 12: expected [1,11]");
 
-    uint8_t blocks[16], exponent[] = {128};
+    uint8_t blocks[16], exponent[] = {128, 0};
     for (int b = 0; b < 16; b++) blocks[b] = (uint8_t)(b << 4 | (15 - b));
     TESTING_WRITE("in", {"blocks", EPMOE_U8, 3, {1, 1, 16}, blocks}, {"scales", EPMOE_U8, 2, {1, 1}, exponent});
     run("dequant", "--set format=mxfp4");
