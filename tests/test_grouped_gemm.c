@@ -78,13 +78,14 @@ static problem_t make(const case_t *c, testing_rng_t *rng)
             p.row_index[at] = (int32_t)p.slots + i * 1000;
             rows++;
         }
-    for (int32_t e = 1; e < c->num_experts; e++) p.offsets[e] = testing_range(rng, 0, rows);
+    const int32_t end = rows - (rows > 4 ? 1 : 0); /* the last row belongs to nobody */
+    for (int32_t e = 1; e < c->num_experts; e++) p.offsets[e] = testing_range(rng, 0, end);
     for (int32_t e = 1; e < c->num_experts; e++)
         for (int32_t i = e; i > 1 && p.offsets[i] < p.offsets[i - 1]; i--) {
             int32_t t = p.offsets[i];
             p.offsets[i] = p.offsets[i - 1], p.offsets[i - 1] = t;
         }
-    p.offsets[c->num_experts] = rows - (rows > 4 ? 1 : 0); /* the last row belongs to nobody */
+    p.offsets[c->num_experts] = end;
 
     p.args = (epmoe_grouped_gemm_args_t)EPMOE_GROUPED_GEMM_ARGS_INIT;
     p.args.backend = EPMOE_BACKEND_CPU;
