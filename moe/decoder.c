@@ -195,7 +195,7 @@ static epmoe_status_t take_batch(const epmoe_decoder_t *decoder, const epmoe_dec
         if (!needed[i].pointer)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", needed[i].name,
                                args->num_tokens);
-    return epmoei_paged_batch_fill(batch, config->rope.num_positions);
+    return epmoei_paged_batch_fill(batch, config->rope.num_positions, config->window);
 }
 
 static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,

@@ -181,6 +181,61 @@ Test(decoder, wrong_arguments_change_nothing)
     decoder_case_close(&c);
 }
 
+/* A step of one token over twelve cached ones: each entry of the table that it reads is checked before it writes. */
+static void step_over_history(const char *name, int32_t layer, int32_t num_unread)
+{
+    decoder_case_t c = decoder_case_open(name, layer);
+    make_without_cache(&c, layer, EPMOE_F32);
+    int64_t key_bytes, value_bytes, y_bytes = (int64_t)kDecoderTokens * c.hidden * 4;
+    cr_assert_eq(epmoe_decoder_block_bytes(&c.config, EPMOE_F32, &key_bytes, &value_bytes), EPMOE_OK);
+    key_bytes *= kBlocks;
+    value_bytes *= kBlocks;
+    char *keys = testing_buffer(key_bytes, 0), *values = value_bytes ? testing_buffer(value_bytes, 0) : NULL;
+    char *old_keys = malloc((size_t)key_bytes), *old_values = malloc((size_t)value_bytes + 1);
+    float *y = testing_buffer(y_bytes, 0), *prompt_y = malloc((size_t)y_bytes);
+    epmoe_decoder_forward_args_t args = decoder_case_args(&c, 0, 12, c.in, prompt_y);
+    args.num_blocks = kBlocks;
+    args.key_cache = keys;
+    args.value_cache = values;
+    cr_assert_eq(epmoe_decoder_forward(c.decoder, &args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    memcpy(old_keys, keys, (size_t)key_bytes);
+    if (values) memcpy(old_values, values, (size_t)value_bytes);
+
+    epmoe_decoder_forward_args_t step = decoder_case_args(&c, 12, 13, c.in + 12 * c.hidden, y);
+    step.num_blocks = kBlocks;
+    step.key_cache = keys;
+    step.value_cache = values;
+    for (int32_t i = 3; i >= num_unread; i--) {
+        char needle[64];
+        int32_t right = c.block_table[i];
+        c.block_table[i] = i == 1 ? -1 : kBlocks;
+        snprintf(needle, sizeof needle, "block_table[0,%d] is %d", i, c.block_table[i]);
+        EXPECT_STATUS(epmoe_decoder_forward(c.decoder, &step, NULL), EPMOE_ERROR_INVALID_ARGUMENT, needle);
+        cr_assert(!memcmp(keys, old_keys, (size_t)key_bytes), "%s: keys changed", needle);
+        cr_assert(!values || !memcmp(values, old_values, (size_t)value_bytes), "%s: values changed", needle);
+        cr_assert(testing_is_poison(y, 0, y_bytes), "%s", needle);
+        c.block_table[i] = right;
+    }
+    /* A block that the window has left behind may have been given to another sequence. */
+    for (int32_t i = 0; i < num_unread; i++) c.block_table[i] = -1;
+    cr_assert_eq(epmoe_decoder_forward(c.decoder, &step, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(memcmp(keys, old_keys, (size_t)key_bytes) && !testing_is_poison(y, 0, c.hidden * 4));
+    testing_buffer_free(y);
+    testing_buffer_free(keys);
+    if (values) testing_buffer_free(values);
+    free(old_keys);
+    free(old_values);
+    free(prompt_y);
+    decoder_case_close(&c);
+}
+
+Test(decoder, wrong_history_changes_nothing)
+{
+    step_over_history("mixtral", 1, 0);
+    step_over_history("deepseek_v3", 1, 0);
+    step_over_history("gpt_oss", 0, 1); /* a window of 8: positions 5 to 12 */
+}
+
 /* E4M3 in the cache: off by what 3 bits of mantissa take away, and no more. */
 Test(decoder, fp8_cache)
 {
