@@ -22,7 +22,8 @@ typedef struct epmoei_paged_batch_t {
 } epmoei_paged_batch_t;
 
 /* Host memory. Checks everything that the batch's own arrays say, then fills positions and slots. `num_positions`
- * bounds the lengths. INVALID_ARGUMENT names the entry. */
-epmoe_status_t epmoei_paged_batch_fill(const epmoei_paged_batch_t *batch, int32_t num_positions);
+ * bounds the lengths; blocks that only hold keys in front of every query's `window` (0 = none) are not looked at.
+ * INVALID_ARGUMENT names the entry. */
+epmoe_status_t epmoei_paged_batch_fill(const epmoei_paged_batch_t *batch, int32_t num_positions, int32_t window);
 
 #endif

@@ -81,6 +81,8 @@ static epmoe_status_t check_cache(epmoe_decoder_config_t *config, epmoe_dtype_t 
     if (config->block_size == 0) config->block_size = 16;
     EPMOEI_CHECK(epmoei_check_range("block_size", config->block_size, 1, 1 << 20));
     EPMOEI_CHECK(epmoei_check_range("num_blocks", config->num_blocks, 0, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_volume("the key cache", epmoei_attention_key_columns(config), config->block_size,
+                                     config->num_blocks));
     EPMOEI_CHECK(epmoei_check_range("key_pack", config->key_pack, 0, INT32_MAX));
     if (config->key_pack == 0) config->key_pack = 16 / epmoe_dtype_size(config->cache_dtype);
     int32_t columns =

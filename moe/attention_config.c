@@ -73,9 +73,13 @@ static epmoe_status_t find_rope_object(epmoei_config_section_t section, epmoei_c
         json_t *object = (json_t *)(uintptr_t)epmoei_config_key(section, keys[i]);
         if (object && !json_is_object(object))
             return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: %s is not an object", section.path, keys[i]);
-        json_object_foreach(object, key, value) if (json_is_object(value)) return epmoei_fail(
-            EPMOE_ERROR_NOT_SUPPORTED, "%s: %s has an object %.64s: expected the same parameters for all layers",
-            section.path, keys[i], key);
+        json_object_foreach(object, key, value)
+        {
+            if (json_is_object(value))
+                return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                                   "%s: %s has an object %.64s: expected the same parameters for all layers",
+                                   section.path, keys[i], key);
+        }
         found->object = object;
     }
     return EPMOE_OK;

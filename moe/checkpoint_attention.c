@@ -27,7 +27,8 @@ static epmoe_status_t check_refused(const epmoei_reader_t *reader)
 {
     if (!reader->refused) return EPMOE_OK;
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                       "%s: tensor %s is stored in format %s: this version computes with bf16, fp16 and fp32",
+                       "%s: tensor %s is stored in format %s: this version computes attention and norms in bf16, "
+                       "fp16 and fp32",
                        reader->refused->path, reader->refused->name, reader->refused_format);
 }
 

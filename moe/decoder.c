@@ -23,11 +23,10 @@ epmoe_status_t epmoe_decoder_block_bytes(const epmoe_decoder_config_t *config, e
     return EPMOE_OK;
 }
 
-/* What must be the same on all ranks; the MLP's config is agreed on by the layer. */
-static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmoe_decoder_config_t *config)
+void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t out[EPMOEI_DECODER_FIELDS])
 {
     const epmoe_rope_table_args_t *rope = &config->rope;
-    const epmoei_agreed_t fields[] = {
+    const epmoei_agreed_t fields[EPMOEI_DECODER_FIELDS] = {
         {"attention", config->attention},
         {"num_heads", config->num_heads},
         {"num_kv_heads", config->num_kv_heads},
@@ -46,13 +45,38 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"norm_eps", (double)config->norm_eps},
         {"latent_eps", (double)config->latent_eps},
         {"rope_style", config->rope_style},
-        {"rope.num_positions", rope->num_positions},
         {"rope.rotary_dim", rope->rotary_dim},
         {"rope.base", rope->base},
         {"rope.scaling", rope->scaling},
         {"rope.factor", rope->factor},
+        {"rope.original_positions", rope->original_positions},
+        {"rope.low_freq_factor", rope->low_freq_factor},
+        {"rope.high_freq_factor", rope->high_freq_factor},
+        {"rope.beta_fast", rope->beta_fast},
+        {"rope.beta_slow", rope->beta_slow},
+        {"rope.attention_factor", rope->attention_factor},
+        {"rope.mscale", rope->mscale},
+        {"rope.mscale_all_dim", rope->mscale_all_dim},
+        {"rope.no_truncate", rope->no_truncate},
     };
-    return epmoei_comm_agree_on(comm, "decoder config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
+    memcpy(out, fields, sizeof fields);
+}
+
+/* What must be the same on all ranks; the MLP's config is agreed on by the layer. */
+static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmoe_decoder_config_t *config)
+{
+    const epmoei_agreed_t own[] = {
+        {"rope.num_positions", config->rope.num_positions},
+        {"cache_layout", config->cache_layout},
+        {"cache_dtype", config->cache_dtype}, /* in front of key_pack, whose default follows from it */
+        {"key_pack", config->key_pack},
+        {"block_size", config->block_size},
+    };
+    enum { kOwn = sizeof own / sizeof own[0] };
+    epmoei_agreed_t fields[EPMOEI_DECODER_FIELDS + kOwn];
+    epmoei_decoder_fields(config, fields);
+    memcpy(fields + EPMOEI_DECODER_FIELDS, own, sizeof own);
+    return epmoei_comm_agree_on(comm, "decoder config", local, fields, EPMOEI_DECODER_FIELDS + kOwn);
 }
 
 static epmoe_status_t check_config(const epmoe_decoder_config_t *config, const epmoe_layer_config_t *mlp,
@@ -195,7 +219,7 @@ static epmoe_status_t take_batch(const epmoe_decoder_t *decoder, const epmoe_dec
         if (!needed[i].pointer)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", needed[i].name,
                                args->num_tokens);
-    return epmoei_paged_batch_fill(batch, config->rope.num_positions);
+    return epmoei_paged_batch_fill(batch, config->rope.num_positions, config->window);
 }
 
 static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,

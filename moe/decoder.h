@@ -2,6 +2,7 @@
 #ifndef EPMOEI_DECODER_H
 #define EPMOEI_DECODER_H
 
+#include "comm/comm.h"
 #include "dense_layers/self_attention.h"
 #include "moe/layer.h"
 
@@ -25,6 +26,10 @@ struct epmoe_decoder {
 epmoe_status_t epmoei_decoder_load_attention(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                              int32_t layer_index);
 void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder);
+
+#define EPMOEI_DECODER_FIELDS 31
+/* What decides the values that a layer computes, by name; defaults are filled in. */
+void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t out[EPMOEI_DECODER_FIELDS]);
 
 /* Bytes of one block of either cache. */
 void epmoei_decoder_block_bytes(const epmoe_decoder_config_t *config, int64_t *key_bytes, int64_t *value_bytes);

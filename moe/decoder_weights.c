@@ -17,47 +17,13 @@ void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder)
 /* A layer made for another model would run and be wrong. */
 static epmoe_status_t check_config(const epmoe_decoder_config_t *have, const epmoe_decoder_config_t *file)
 {
-    const struct {
-        const char *name;
-        double have;
-        double file;
-    } fields[] = {
-        {"attention", have->attention, file->attention},
-        {"num_heads", have->num_heads, file->num_heads},
-        {"num_kv_heads", have->num_kv_heads, file->num_kv_heads},
-        {"head_dim", have->head_dim, file->head_dim},
-        {"q_latent", have->q_latent, file->q_latent},
-        {"kv_latent", have->kv_latent, file->kv_latent},
-        {"nope_dim", have->nope_dim, file->nope_dim},
-        {"rope_dim", have->rope_dim, file->rope_dim},
-        {"value_dim", have->value_dim, file->value_dim},
-        {"in_bias", have->in_bias, file->in_bias},
-        {"out_bias", have->out_bias, file->out_bias},
-        {"qk_norm", have->qk_norm, file->qk_norm},
-        {"has_sinks", have->has_sinks, file->has_sinks},
-        {"window", have->window, file->window},
-        {"scale", (double)have->scale, (double)file->scale},
-        {"norm_eps", (double)have->norm_eps, (double)file->norm_eps},
-        {"latent_eps", (double)have->latent_eps, (double)file->latent_eps},
-        {"rope_style", have->rope_style, file->rope_style},
-        {"rope.rotary_dim", have->rope.rotary_dim, file->rope.rotary_dim},
-        {"rope.base", have->rope.base, file->rope.base},
-        {"rope.scaling", have->rope.scaling, file->rope.scaling},
-        {"rope.factor", have->rope.factor, file->rope.factor},
-        {"rope.original_positions", have->rope.original_positions, file->rope.original_positions},
-        {"rope.low_freq_factor", have->rope.low_freq_factor, file->rope.low_freq_factor},
-        {"rope.high_freq_factor", have->rope.high_freq_factor, file->rope.high_freq_factor},
-        {"rope.beta_fast", have->rope.beta_fast, file->rope.beta_fast},
-        {"rope.beta_slow", have->rope.beta_slow, file->rope.beta_slow},
-        {"rope.attention_factor", have->rope.attention_factor, file->rope.attention_factor},
-        {"rope.mscale", have->rope.mscale, file->rope.mscale},
-        {"rope.mscale_all_dim", have->rope.mscale_all_dim, file->rope.mscale_all_dim},
-        {"rope.no_truncate", have->rope.no_truncate, file->rope.no_truncate},
-    };
-    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++)
-        if (fields[i].have != fields[i].file)
+    epmoei_agreed_t of_decoder[EPMOEI_DECODER_FIELDS], of_file[EPMOEI_DECODER_FIELDS];
+    epmoei_decoder_fields(have, of_decoder);
+    epmoei_decoder_fields(file, of_file);
+    for (int32_t i = 0; i < EPMOEI_DECODER_FIELDS; i++)
+        if (of_decoder[i].value != of_file[i].value)
             return epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's %s is %g and the checkpoint's is %g",
-                               fields[i].name, fields[i].have, fields[i].file);
+                               of_decoder[i].name, of_decoder[i].value, of_file[i].value);
     return EPMOE_OK;
 }
 

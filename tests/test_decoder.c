@@ -56,6 +56,8 @@ Test(decoder, wrong_configs)
     REFUSES(c, bad.num_blocks = -1, "num_blocks is -1");
     REFUSES(c, bad.cache_layout = EPMOE_CACHE_LAYOUT_V1; bad.key_pack = 5, "key_pack is 5");
     REFUSES(c, bad.max_seqs = -1, "max_seqs is -1");
+    REFUSES(c, bad.num_heads = bad.num_kv_heads = 64; bad.head_dim = 512; bad.block_size = 1 << 20;
+            bad.num_blocks = INT32_MAX, "the key cache is [32768,1048576,2147483647]");
     REFUSES(m, bad.kv_latent = 0, "kv_latent is 0");
     REFUSES(m, bad.kv_latent = 570, "rope_dim is 8: expected 2 to 6");
     REFUSES(m, bad.head_dim = 16, "head_dim is 16: expected 0 with MLA");
@@ -179,6 +181,61 @@ Test(decoder, wrong_arguments_change_nothing)
     testing_buffer_free(keys);
     testing_buffer_free(values);
     decoder_case_close(&c);
+}
+
+/* A step of one token over twelve cached ones: each entry of the table that it reads is checked before it writes. */
+static void step_over_history(const char *name, int32_t layer, int32_t num_unread)
+{
+    decoder_case_t c = decoder_case_open(name, layer);
+    make_without_cache(&c, layer, EPMOE_F32);
+    int64_t key_bytes, value_bytes, y_bytes = (int64_t)kDecoderTokens * c.hidden * 4;
+    cr_assert_eq(epmoe_decoder_block_bytes(&c.config, EPMOE_F32, &key_bytes, &value_bytes), EPMOE_OK);
+    key_bytes *= kBlocks;
+    value_bytes *= kBlocks;
+    char *keys = testing_buffer(key_bytes, 0), *values = value_bytes ? testing_buffer(value_bytes, 0) : NULL;
+    char *old_keys = malloc((size_t)key_bytes), *old_values = malloc((size_t)value_bytes + 1);
+    float *y = testing_buffer(y_bytes, 0), *prompt_y = malloc((size_t)y_bytes);
+    epmoe_decoder_forward_args_t args = decoder_case_args(&c, 0, 12, c.in, prompt_y);
+    args.num_blocks = kBlocks;
+    args.key_cache = keys;
+    args.value_cache = values;
+    cr_assert_eq(epmoe_decoder_forward(c.decoder, &args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    memcpy(old_keys, keys, (size_t)key_bytes);
+    if (values) memcpy(old_values, values, (size_t)value_bytes);
+
+    epmoe_decoder_forward_args_t step = decoder_case_args(&c, 12, 13, c.in + 12 * c.hidden, y);
+    step.num_blocks = kBlocks;
+    step.key_cache = keys;
+    step.value_cache = values;
+    for (int32_t i = 3; i >= num_unread; i--) {
+        char needle[64];
+        int32_t right = c.block_table[i];
+        c.block_table[i] = i == 1 ? -1 : kBlocks;
+        snprintf(needle, sizeof needle, "block_table[0,%d] is %d", i, c.block_table[i]);
+        EXPECT_STATUS(epmoe_decoder_forward(c.decoder, &step, NULL), EPMOE_ERROR_INVALID_ARGUMENT, needle);
+        cr_assert(!memcmp(keys, old_keys, (size_t)key_bytes), "%s: keys changed", needle);
+        cr_assert(!values || !memcmp(values, old_values, (size_t)value_bytes), "%s: values changed", needle);
+        cr_assert(testing_is_poison(y, 0, y_bytes), "%s", needle);
+        c.block_table[i] = right;
+    }
+    /* A block that the window has left behind may have been given to another sequence. */
+    for (int32_t i = 0; i < num_unread; i++) c.block_table[i] = -1;
+    cr_assert_eq(epmoe_decoder_forward(c.decoder, &step, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(memcmp(keys, old_keys, (size_t)key_bytes) && !testing_is_poison(y, 0, c.hidden * 4));
+    testing_buffer_free(y);
+    testing_buffer_free(keys);
+    if (values) testing_buffer_free(values);
+    free(old_keys);
+    free(old_values);
+    free(prompt_y);
+    decoder_case_close(&c);
+}
+
+Test(decoder, wrong_history_changes_nothing)
+{
+    step_over_history("mixtral", 1, 0);
+    step_over_history("deepseek_v3", 1, 0);
+    step_over_history("gpt_oss", 0, 1); /* a window of 8: positions 5 to 12 */
 }
 
 /* E4M3 in the cache: off by what 3 bits of mantissa take away, and no more. */
@@ -367,6 +424,66 @@ static void rank_main(void *ctx, epmoe_bootstrap_t bootstrap)
     testing_buffer_free(y);
     decoder_case_close(&c);
     epmoe_comm_destroy(comm);
+}
+
+/* Field `i` differs on rank 1: MISMATCH on both names it. */
+static const char *change_field(epmoe_decoder_config_t *config, int32_t i)
+{
+    switch (i) {
+    case 0: return config->cache_dtype = EPMOE_F8_E4M3, "cache_dtype";
+    case 1: return config->cache_layout = EPMOE_CACHE_LAYOUT_HND, "cache_layout";
+    case 2: return config->key_pack = 2, "key_pack";
+    case 3: return config->block_size = 32, "block_size";
+    case 4: return config->rope.original_positions = 77, "rope.original_positions";
+    case 5: return config->rope.low_freq_factor = 2, "rope.low_freq_factor";
+    case 6: return config->rope.high_freq_factor = 5, "rope.high_freq_factor";
+    case 7: return config->rope.beta_fast = 31, "rope.beta_fast";
+    case 8: return config->rope.beta_slow = 2, "rope.beta_slow";
+    case 9: return config->rope.attention_factor = 1.5, "rope.attention_factor";
+    case 10: return config->rope.mscale = 0.5, "rope.mscale";
+    case 11: return config->rope.mscale_all_dim = 0.5, "rope.mscale_all_dim";
+    case 12: return config->rope.no_truncate = 1, "rope.no_truncate";
+    case 13: return config->rope.num_positions -= 1, "rope.num_positions";
+    case 14: return config->window = 3, "window";
+    default: return NULL;
+    }
+}
+
+static void disagree_main(void *ctx, epmoe_bootstrap_t bootstrap)
+{
+    (void)ctx;
+    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
+    comm_config.backend = EPMOE_BACKEND_CPU;
+    comm_config.timeout_s = 20;
+    epmoe_comm_t *comm = NULL;
+    cr_assert_eq(epmoe_comm_create(&bootstrap, &comm_config, &comm), EPMOE_OK, "%s", epmoe_last_error());
+    decoder_case_t c = decoder_case_open("mixtral", 1);
+    for (int32_t i = 0;; i++) {
+        epmoe_decoder_config_t config = c.config;
+        const char *name = change_field(&config, i);
+        if (!name) break;
+        epmoe_decoder_t *decoder = (epmoe_decoder_t *)(uintptr_t)&c;
+        EXPECT_STATUS(epmoe_decoder_create(bootstrap.rank == 1 ? &config : &c.config, &c.mlp, comm, &decoder),
+                      EPMOE_ERROR_MISMATCH, name);
+        cr_assert_null(decoder);
+    }
+    /* What may differ. */
+    if (bootstrap.rank == 1) {
+        c.config.num_blocks = 5;
+        c.config.max_seqs = 3;
+        c.mlp.max_tokens = 11;
+    }
+    cr_assert_eq(epmoe_decoder_create(&c.config, &c.mlp, comm, &c.decoder), EPMOE_OK, "%s", epmoe_last_error());
+    decoder_case_close(&c);
+    epmoe_comm_destroy(comm);
+}
+
+Test(decoder, ranks_disagree)
+{
+    testing_ranks_t *ranks = testing_ranks_create(2);
+    testing_ranks_run(ranks, disagree_main, NULL);
+    testing_ranks_free(ranks);
+    cr_assert_eq(epmoei_alloc_live(), 0);
 }
 
 Test(decoder, ranks_share_the_experts)

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* What the tests take and give back all at once: copies of tensors, and parsed lines. */
 static char pool[1 << 20];
@@ -269,6 +271,42 @@ Test(tool_check, decoder_layers)
     process = check("mixtral", "--layer 0");
     cr_assert_eq(process.exit_code, 2, "%s", process.errors);
     cr_assert(strstr(process.errors, "'layers.0.out0' has shape [1,24,64]: expected [23,64]"), "%s", process.errors);
+    testing_process_free(&process);
+}
+
+/* The folder's own checkpoint: the golden one, its head stored as integers. */
+static void write_integer_head(const char *family)
+{
+    static const char field_name[] = "\"lm_head.weight\":{\"dtype\":\"BF16\"";
+    char path[512];
+    struct stat info;
+    snprintf(path, sizeof path, GOLDEN "%s/config.json", family);
+    cr_assert_eq(symlink(path, testing_path("config.json")), 0);
+    snprintf(path, sizeof path, GOLDEN "%s/model.safetensors", family);
+    cr_assert_eq(stat(path, &info), 0);
+    char *bytes = malloc((size_t)info.st_size);
+    FILE *in = fopen(path, "rb"), *out = fopen(testing_path("model.safetensors"), "wb");
+    cr_assert_eq(fread(bytes, 1, (size_t)info.st_size, in), (size_t)info.st_size);
+    char *at = memmem(bytes, (size_t)info.st_size, field_name, sizeof field_name - 1);
+    cr_assert_not_null(at);
+    memcpy(at + sizeof field_name - 1 - strlen("\"BF16\""), "\"I16\" ", strlen("\"BF16\""));
+    cr_assert_eq(fwrite(bytes, 1, (size_t)info.st_size, out), (size_t)info.st_size);
+    fclose(in);
+    cr_assert_eq(fclose(out), 0);
+    free(bytes);
+}
+
+Test(tool_check, head_that_is_not_computed)
+{
+    file_t file = read_golden("mixtral");
+    write_changed(&file);
+    write_integer_head("mixtral");
+    testing_process_t process = testing_tool("check . --golden changed.safetensors --format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    expect_item(&process, "layers.1", true, true);
+    cr_assert_null(field(&process, "logits", "ok"));
+    cr_assert(strstr(process.errors, "logits (") && strstr(process.errors, "lm_head.weight is I16"), "%s",
+              process.errors);
     testing_process_free(&process);
 }
 

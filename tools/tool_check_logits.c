@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 
+#include <stdio.h>
 #include <string.h>
 
 typedef struct logits_run_t {
@@ -79,5 +80,10 @@ epmoe_status_t check_logits(check_t *check)
     epmoei_free(run.got);
     epmoei_free(run.x);
     epmoei_free(run.left_out);
-    return status;
+    /* A head in a format that is not computed: every rank has found the same. */
+    if (status != EPMOE_ERROR_NOT_SUPPORTED) return status;
+    char text[320];
+    snprintf(text, sizeof text, "logits (%.256s)", epmoe_last_error());
+    golden_note_unchecked(&check->golden, text);
+    return EPMOE_OK;
 }

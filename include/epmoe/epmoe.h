@@ -1288,7 +1288,8 @@ EPMOE_API epmoe_status_t epmoe_decoder_create(const epmoe_decoder_config_t *conf
 EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL is legal */
 
 /* Loads layer `layer_index` of a checkpoint: norms, attention, and the MLP as epmoe_layer_load_checkpoint does, with
- * its rules. MISMATCH when a config is not the checkpoint's. */
+ * its rules; the norms and attention count as one step, and not in progress. MISMATCH when a config is not the
+ * checkpoint's. */
 EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                                        int32_t layer_index, const epmoe_load_options_t *options);
 
@@ -1311,7 +1312,7 @@ typedef struct epmoe_decoder_forward_args_t {
     void *value_cache;    /* not read with MLA */
     const float *k_scale; /* [1] or NULL = 1; with an F8_E4M3 cache alone */
     const float *v_scale;
-    float *logits_out;  /* optional, as in epmoe_forward_args_t: [T,E], */
+    float *logits_out;  /* optional, as in epmoe_forward_args_t, and not written with a dense MLP: [T,E], */
     int32_t *ids_out;   /* [T,k], */
     float *weights_out; /* [T,k] */
 } epmoe_decoder_forward_args_t;
