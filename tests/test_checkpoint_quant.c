@@ -78,6 +78,9 @@ static void expect_up(epmoe_format_t format, const double *expected)
     cr_assert_eq(epmoe_layer_create(&config, comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_load_checkpoint(layer, checkpoint, 1, NULL), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(layer->weights.formats.gate_up, EPMOE_FORMAT_F32);
+    const char *warning = strstr(folder_log, ": layer 1: quantised weights gate_up are kept as fp32: expert 1 up: ");
+    cr_assert(warning && strchr(warning, '\n')[1] == 0 && !strncmp(folder_log, folder_dir, strlen(folder_dir)), "%s",
+              folder_log);
     const float *gate_up = layer->weights.gate_up;
     for (int i = 0; i < F * D; i++) cr_assert((double)gate_up[(1 * 2 * F + F) * D + i] == expected[i]);
     epmoe_layer_destroy(layer);
