@@ -81,14 +81,20 @@ epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows
 
 epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *name, int64_t cols)
 {
-    if (weight->group_size == 0) weight->group_size = 128;
     if (weight->format == EPMOE_FORMAT_MXFP4) {
+        if (weight->group_size != 0 && weight->group_size != EPMOEI_MXFP4_GROUP)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_size is %d: of mxfp4 expected %d or 0", name,
+                               weight->group_size, EPMOEI_MXFP4_GROUP);
+        if (weight->scales_dtype != EPMOE_DTYPE_NONE && weight->scales_dtype != EPMOE_F8_E8M0)
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.scales_dtype is %d: of mxfp4 expected F8_E8M0 or 0",
+                               name, (int)weight->scales_dtype);
         weight->group_size = EPMOEI_MXFP4_GROUP;
         weight->scales_dtype = EPMOE_F8_E8M0;
         if (cols % EPMOEI_MXFP4_GROUP)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is mxfp4 with %lld columns: expected a multiple of %d",
                                name, (long long)cols, EPMOEI_MXFP4_GROUP);
     }
+    if (weight->group_size == 0) weight->group_size = 128;
     if (weight->group_size < -1)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_size is %d: expected at least 1, 0 or -1", name,
                            weight->group_size);
@@ -260,6 +266,28 @@ void epmoei_quant_row(const epmoei_quant_t *quant, int64_t row, int64_t first, i
     }
 }
 
+/* W4's order: no column twice, so that every one is there. Columns are looked for in windows that fit the stack. */
+static epmoe_status_t check_permutation(const epmoei_quant_t *quant, const char *name)
+{
+    enum { kWindow = 1 << 16 };
+    uint8_t seen[kWindow / 8];
+    for (int64_t base = 0; base < quant->cols; base += kWindow) {
+        int64_t width = epmoei_min64(kWindow, quant->cols - base);
+        memset(seen, 0, (size_t)epmoei_ceil_div(width, 8));
+        for (int64_t c = 0; c < quant->cols; c++) {
+            int64_t column = epmoei_quant_index(quant, c) - base;
+            if (column < 0 || column >= width) continue;
+            uint8_t bit = (uint8_t)(1u << (column & 7));
+            if (seen[column / 8] & bit)
+                return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                                   "%s[%lld] is %lld again: expected a permutation of 0..%lld", name, (long long)c,
+                                   (long long)(base + column), (long long)quant->cols - 1);
+            seen[column / 8] |= bit;
+        }
+    }
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_quant_check_groups(const epmoei_quant_t *quant, const char *name)
 {
     /* W4 holds columns where the others hold groups. */
@@ -270,5 +298,5 @@ epmoe_status_t epmoei_quant_check_groups(const epmoei_quant_t *quant, const char
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s[%lld] is %d: expected 0..%lld", name, (long long)c,
                                index, (long long)limit - 1);
     }
-    return EPMOE_OK;
+    return quant->g_idx && quant->format == EPMOE_FORMAT_W4 ? check_permutation(quant, name) : EPMOE_OK;
 }

@@ -18,7 +18,7 @@
 float epmoei_e8m0_to_f32(uint8_t code);
 /* 0 .5 1 1.5 2 3 4 6, bit 3 the sign; only the low four bits count. */
 float epmoei_e2m1_to_f32(uint8_t code);
-/* Where AWQ keeps column c of each 8: the nibble of its word. */
+/* Where AWQ keeps row r of each 8: the nibble of its word. */
 extern const uint8_t epmoei_awq_nibble[8];
 
 bool epmoei_format_is_quantised(epmoe_format_t format);
@@ -79,7 +79,7 @@ float epmoei_quant_at(const epmoei_quant_t *quant, int64_t row, int64_t col);
 /* Columns [first, first + count) of a row: the same values. */
 void epmoei_quant_row(const epmoei_quant_t *quant, int64_t row, int64_t first, int64_t count, float *out);
 
-/* Every g_idx in [0,groups), W4: in [0,cols). INVALID_ARGUMENT names the first that is not. */
+/* Every g_idx in [0,groups), W4: a permutation of [0,cols). INVALID_ARGUMENT names the first that is not. */
 epmoe_status_t epmoei_quant_check_groups(const epmoei_quant_t *quant, const char *name);
 
 #endif

@@ -92,6 +92,7 @@ static void fill_row(const epmoei_random_quant_t *random, int64_t row, const epm
     int64_t to = target->first_row + row * target->row_step;
     bool fp8 = random->format == EPMOE_FORMAT_FP8_BLOCK;
     uint8_t *data = (uint8_t *)target->data + to * (fp8 ? cols : epmoei_ceil_div(cols, 8) * 4);
+    if (!fp8) memset(data + (epmoei_ceil_div(cols, 8) - 1) * 4, 0, 4); /* its last word may be used in part */
     for (int64_t first = 0; first < cols; first += kPiece) {
         uint8_t codes[kPiece + 1] = {0};
         int64_t n = epmoei_min64(kPiece, cols - first);

@@ -151,10 +151,10 @@ static epmoe_status_t take_w4(const parts_t *parts, const epmoei_tensor_t *data,
         return take_scales(parts, ".scales", groups, n, quant);
     default:
         EPMOEI_CHECK(epmoei_reader_check_shape(data, 2, (const int64_t[]){n, k8}, parts->reason));
-        EPMOEI_CHECK(take_words(parts, ".weight_zero_point", true, n8, groups, &quant->zeros));
+        EPMOEI_CHECK(take_words(parts, ".weight_zero_point", !config->needs_zeros, n8, groups, &quant->zeros));
         EPMOEI_CHECK(take_scales(parts, ".weight_scale", n, groups, quant));
         EPMOEI_CHECK(take_weight_shape(parts, quant));
-        return take_indices(parts, ".weight_g_idx", false, source);
+        return take_indices(parts, ".weight_g_idx", config->needs_g_idx, source);
     }
 }
 

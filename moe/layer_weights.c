@@ -72,25 +72,58 @@ static epmoe_format_t merge_format(epmoe_format_t so_far, epmoe_dtype_t dtype)
     return so_far == EPMOE_FORMAT_NONE || so_far == format ? format : EPMOE_FORMAT_F32;
 }
 
-static void merge_source(epmoe_format_t *format, epmoei_pack_shape_t *pack, const epmoei_view_t *view,
-                         const epmoei_quant_source_t *source)
+/* What is known of one packed matrix of all experts. */
+typedef struct merged_t {
+    const char *place; /* of the weights, for messages */
+    const char *matrix;
+    epmoe_format_t *format;
+    epmoei_pack_shape_t *pack;
+    bool quantised; /* some source so far is */
+    bool warned;
+} merged_t;
+
+/* fp32 is exact, but takes four to eight times the memory: nobody should have to guess where that went. */
+static void warn_widened(merged_t *merged, const char *name, const char *why)
 {
-    if (source->quant.format == EPMOE_FORMAT_NONE) {
-        *format = merge_format(*format, view->dtype);
+    if (!merged->warned)
+        epmoei_log(EPMOE_LOG_WARNING, "%s: quantised weights %s are kept as fp32: %s: %s", merged->place,
+                   merged->matrix, name, why);
+    merged->warned = true;
+}
+
+static void merge_source(merged_t *merged, const epmoei_view_t *view, const epmoei_quant_source_t *source,
+                         const char *name)
+{
+    static const char *const mixture = "plain and quantised projections are mixed";
+    epmoe_format_t so_far = *merged->format, own = source->quant.format;
+    if (own == EPMOE_FORMAT_NONE) {
+        if (merged->quantised) warn_widened(merged, name, mixture);
+        *merged->format = merge_format(so_far, view->dtype);
         return;
     }
     epmoei_pack_shape_t shape = epmoei_pack_shape(&source->quant);
-    if (*format != EPMOE_FORMAT_NONE) shape = epmoei_pack_merge(pack, &shape);
-    bool fits = shape.format != EPMOE_FORMAT_NONE && (*format == EPMOE_FORMAT_NONE || *format == shape.format);
-    *format = fits ? shape.format : EPMOE_FORMAT_F32;
-    *pack = shape;
+    const char *why = NULL;
+    if (shape.format == EPMOE_FORMAT_NONE)
+        why = own == EPMOE_FORMAT_FP8_BLOCK ? "its rows cut blocks of fp8_block that have one scale"
+                                            : "the groups of its g_idx are not all of group_size columns";
+    if (so_far != EPMOE_FORMAT_NONE) shape = epmoei_pack_merge(merged->pack, &shape);
+    bool fits = shape.format != EPMOE_FORMAT_NONE && (so_far == EPMOE_FORMAT_NONE || so_far == shape.format);
+    if (!why && !fits) why = merged->quantised ? "its format or group_size is not that of the others" : mixture;
+    if (why) warn_widened(merged, name, why);
+    *merged->format = fits ? shape.format : EPMOE_FORMAT_F32;
+    *merged->pack = shape;
+    merged->quantised = true;
 }
 
-static void merge_expert(epmoei_layer_formats_t *formats, const epmoei_expert_source_t *expert)
+static void merge_expert(merged_t *gate_up, merged_t *down, const epmoei_expert_source_t *expert, const char *name)
 {
-    merge_source(&formats->gate_up, &formats->gate_up_pack, &expert->gate, &expert->gate_quant);
-    merge_source(&formats->gate_up, &formats->gate_up_pack, &expert->up, &expert->up_quant);
-    merge_source(&formats->down, &formats->down_pack, &expert->down, &expert->down_quant);
+    char what[48];
+    snprintf(what, sizeof what, "%s gate", name);
+    merge_source(gate_up, &expert->gate, &expert->gate_quant, what);
+    snprintf(what, sizeof what, "%s up", name);
+    merge_source(gate_up, &expert->up, &expert->up_quant, what);
+    snprintf(what, sizeof what, "%s down", name);
+    merge_source(down, &expert->down, &expert->down_quant, what);
 }
 
 /* Quantised weights run on the CPU alone. */
@@ -134,7 +167,10 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
     const epmoe_layer_config_t *config = &layer->config;
     memset(formats, 0, sizeof *formats);
     formats->router = EPMOE_F32;
+    const char *place = source->place;
     if (config->num_experts) {
+        merged_t gate_up = {place, "gate_up", &formats->gate_up, &formats->gate_up_pack, false, false};
+        merged_t down = {place, "down", &formats->down, &formats->down_pack, false, false};
         EPMOEI_CHECK(check_view(&common->router, "router", config->num_experts, config->hidden));
         formats->router = common->router.dtype;
         if (config->router_has_bias)
@@ -148,16 +184,16 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
             EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
             EPMOEI_CHECK(check_expert(config, &expert, config->intermediate, config->expert_has_bias, name));
             EPMOEI_CHECK(check_cuda_source(layer, &expert, name));
-            merge_expert(formats, &expert);
+            merge_expert(&gate_up, &down, &expert, name);
         }
     }
     if (config->shared_intermediate) {
         EPMOEI_CHECK(check_expert(config, &common->shared, config->shared_intermediate, false, "shared expert"));
-        epmoei_layer_formats_t shared = {0};
+        merged_t gate_up = {place, "shared_gate_up", &formats->shared_gate_up, &formats->shared_gate_up_pack, false,
+                            false};
+        merged_t down = {place, "shared_down", &formats->shared_down, &formats->shared_down_pack, false, false};
         EPMOEI_CHECK(check_cuda_source(layer, &common->shared, "shared expert"));
-        merge_expert(&shared, &common->shared);
-        formats->shared_gate_up = shared.gate_up, formats->shared_gate_up_pack = shared.gate_up_pack;
-        formats->shared_down = shared.down, formats->shared_down_pack = shared.down_pack;
+        merge_expert(&gate_up, &down, &common->shared, "shared expert");
     }
     if (config->shared_gated) {
         EPMOEI_CHECK(check_view(&common->shared_gate, "shared expert gate", 1, config->hidden));

@@ -12,6 +12,7 @@ typedef struct epmoei_weights_source_t {
     epmoe_status_t (*step)(void *ctx); /* after the common weights and after each expert; an error ends it; or NULL */
     void *ctx;
     const epmoe_load_options_t *options; /* or NULL */
+    const char *place;                   /* which weights these are, for warnings */
 } epmoei_weights_source_t;
 
 /* Checks every view against the layer's config, then copies. borrow_matrices: the expert matrices are checked but

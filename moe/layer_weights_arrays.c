@@ -186,7 +186,7 @@ epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_w
     if (borrow) EPMOEI_CHECK(check_borrowed(layer, own));
     /* What packed means for the rows that are copied all the same: the biases. */
     if (borrow) own->layout = layer->backend == EPMOE_BACKEND_CUDA ? EPMOE_LAYOUT_INTERLEAVED : EPMOE_LAYOUT_GATE_FIRST;
-    const epmoei_weights_source_t source = {arrays_layer, arrays_expert, NULL, &arrays, NULL};
+    const epmoei_weights_source_t source = {arrays_layer, arrays_expert, NULL, &arrays, NULL, "weights"};
     epmoe_status_t status = epmoei_layer_build_weights(layer, &source, borrow);
     if (status != EPMOE_OK) return status;
     if (borrow) {

@@ -23,7 +23,7 @@ static void refuse(epmoei_quant_config_t *config, const char *key, const char *v
                  value, expected);
 }
 
-/* A number of bits other than 4, or a word other than `expected`, cannot be read. */
+/* Codes of another width cannot be read. */
 static epmoe_status_t read_bits(const json_t *object, const char *key, const char *path, epmoei_quant_config_t *config)
 {
     const json_t *value = get(object, key);
@@ -55,16 +55,22 @@ static epmoe_status_t read_group(const json_t *object, const char *path, epmoei_
     return EPMOE_OK;
 }
 
+static epmoe_status_t read_flag(const json_t *object, const char *key, const char *path, bool *flag)
+{
+    const json_t *value = get(object, key);
+    if (value && !json_is_boolean(value)) return wrong(path, key, "a boolean");
+    if (value) *flag = json_is_true(value);
+    return EPMOE_OK;
+}
+
 static epmoe_status_t read_gptq(const json_t *object, const char *path, epmoei_quant_config_t *config)
 {
     const char *format = NULL;
-    const json_t *desc_act = get(object, "desc_act");
     EPMOEI_CHECK(read_word(object, "checkpoint_format", path, &format));
     if (format && strcmp(format, "gptq") && strcmp(format, "gptq_v2"))
         refuse(config, "checkpoint_format", format, "gptq or gptq_v2");
     config->zero_convention = format && !strcmp(format, "gptq_v2") ? 2 : 1;
-    if (desc_act && !json_is_boolean(desc_act)) return wrong(path, "desc_act", "a boolean");
-    config->needs_g_idx = json_is_true(desc_act);
+    EPMOEI_CHECK(read_flag(object, "desc_act", path, &config->needs_g_idx));
     EPMOEI_CHECK(read_bits(object, "bits", path, config));
     return read_group(object, path, config);
 }
@@ -76,6 +82,24 @@ static epmoe_status_t read_awq(const json_t *object, const char *path, epmoei_qu
     if (version && strcasecmp(version, "gemm")) refuse(config, "version", version, "gemm");
     EPMOEI_CHECK(read_bits(object, "bits", path, config));
     return read_group(object, path, config);
+}
+
+/* The order in which columns were quantised: a flag, or a word. Only "group" leaves a g_idx behind; "dynamic" and
+ * "static" are other names of "group" and "weight". */
+static epmoe_status_t read_actorder(const json_t *weights, const char *path, epmoei_quant_config_t *config)
+{
+    const json_t *value = get(weights, "actorder");
+    if (!value) return EPMOE_OK;
+    if (json_is_boolean(value)) {
+        config->needs_g_idx = json_is_true(value);
+        return EPMOE_OK;
+    }
+    const char *order = json_string_value(value);
+    if (!order) return wrong(path, "actorder", "a string or a boolean");
+    config->needs_g_idx = !strcasecmp(order, "group") || !strcasecmp(order, "dynamic");
+    if (!config->needs_g_idx && strcasecmp(order, "weight") && strcasecmp(order, "static"))
+        refuse(config, "actorder", order, "group or weight");
+    return EPMOE_OK;
 }
 
 /* config_groups with one entry, whose weights are 4-bit integers in groups along K or one per row. */
@@ -96,6 +120,10 @@ static epmoe_status_t read_compressed(const json_t *object, const char *path, ep
     EPMOEI_CHECK(read_word(weights, "strategy", path, &strategy));
     if (strategy && strcmp(strategy, "group") && strcmp(strategy, "channel"))
         refuse(config, "strategy", strategy, "group or channel");
+    bool symmetric = true;
+    EPMOEI_CHECK(read_flag(weights, "symmetric", path, &symmetric));
+    config->needs_zeros = !symmetric;
+    EPMOEI_CHECK(read_actorder(weights, path, config));
     EPMOEI_CHECK(read_group(weights, path, config));
     if (strategy && !strcmp(strategy, "channel")) {
         config->group = -1;

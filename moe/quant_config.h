@@ -12,7 +12,8 @@ typedef struct epmoei_quant_config_t {
     char group_text[64];     /* where it is from: "group_size is 64" */
     int32_t block;           /* FP8: rows and columns per scale; 0 = not said */
     int32_t zero_convention; /* GPTQ: 1, or 2 for checkpoint_format gptq_v2 */
-    bool needs_g_idx;        /* desc_act */
+    bool needs_g_idx;        /* GPTQ: desc_act; compressed-tensors: actorder "group" */
+    bool needs_zeros;        /* compressed-tensors: symmetric is false */
     char refusal[160];       /* what this version cannot read, "" = nothing */
     char **left_out;         /* modules that are not quantised: owned */
     int32_t num_left_out;

@@ -30,6 +30,7 @@ quant_case_t quant_case_make(testing_rng_t *rng, epmoe_format_t format, int64_t 
 {
     quant_case_t made = {.weight = EPMOE_WEIGHT_INIT};
     made.weight.format = format, made.weight.group_size = group, made.weight.scales_dtype = EPMOE_BF16;
+    if (format == EPMOE_FORMAT_MXFP4) made.weight.group_size = 0, made.weight.scales_dtype = EPMOE_DTYPE_NONE;
     epmoe_weight_t filled = made.weight;
     cr_assert_eq(epmoei_quant_check_weight(&filled, "weight", k), EPMOE_OK, "%s", epmoe_last_error());
     bool fp8 = format == EPMOE_FORMAT_FP8_BLOCK;

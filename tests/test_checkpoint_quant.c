@@ -78,6 +78,9 @@ static void expect_up(epmoe_format_t format, const double *expected)
     cr_assert_eq(epmoe_layer_create(&config, comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_load_checkpoint(layer, checkpoint, 1, NULL), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(layer->weights.formats.gate_up, EPMOE_FORMAT_F32);
+    const char *warning = strstr(folder_log, ": layer 1: quantised weights gate_up are kept as fp32: expert 1 up: ");
+    cr_assert(warning && strchr(warning, '\n')[1] == 0 && !strncmp(folder_log, folder_dir, strlen(folder_dir)), "%s",
+              folder_log);
     const float *gate_up = layer->weights.gate_up;
     for (int i = 0; i < F * D; i++) cr_assert((double)gate_up[(1 * 2 * F + F) * D + i] == expected[i]);
     epmoe_layer_destroy(layer);
@@ -202,6 +205,59 @@ Test(checkpoint_quant, malformed_files)
     add(&file, ".weight_scale", "BF16", 2, 1, NULL);
     add(&file, ".weight_shape", "I64", 2, 0, transposed);
     FAILS(UP ".weight_shape", "holds [4,2]", "expected [2,4]");
+}
+
+#define CT(...)                                                                                                        \
+    "\"quant_method\":\"compressed-tensors\",\"format\":\"pack-quantized\",\"config_groups\":{\"group_0\":{"           \
+    "\"weights\":{\"num_bits\":4,\"group_size\":2," __VA_ARGS__ "}}},\"ignore\":[\"re:.*(gate|down)_proj$\","          \
+    "\"layers.0\",\"re:.*experts\\\\.[02].*\"]"
+
+static build_file_t start_ct(const char *quantization)
+{
+    static const uint32_t packed[] = {0x8765, 0xCBA9};
+    static const uint16_t scales[] = {0x3F80, 0x4000, 0x4080, 0x4100};
+    static const int64_t shape[] = {2, 4};
+    build_file_t file = start(quantization);
+    add(&file, ".weight_packed", "I32", 2, 1, packed);
+    add(&file, ".weight_scale", "BF16", 2, 2, scales);
+    add(&file, ".weight_shape", "I64", 2, 0, shape);
+    return file;
+}
+
+/* Zero points and column groups that the config speaks of are no option: without them every value would be another. */
+Test(checkpoint_quant, compressed_tensors_needs_what_its_config_says)
+{
+    const uint32_t zeros[] = {0x31, 0x42};
+    const int32_t g_idx[] = {1, 0, 0, 1};
+    build_file_t file = start_ct(CT("\"symmetric\":false"));
+    FAILS(UP ".weight_zero_point", "is missing");
+    file = start_ct(CT("\"symmetric\":\"no\""));
+    FAILS("symmetric", "a boolean");
+    static const char *const ordered[] = {CT("\"actorder\":\"group\""), CT("\"actorder\":\"dynamic\""),
+                                          CT("\"actorder\":true")};
+    for (size_t i = 0; i < sizeof ordered / sizeof ordered[0]; i++) {
+        file = start_ct(ordered[i]);
+        FAILS(UP ".weight_g_idx", "is missing");
+    }
+    file = start_ct(CT("\"actorder\":4"));
+    FAILS("actorder", "a string or a boolean");
+    static const char *const plain[] = {CT("\"symmetric\":true,\"actorder\":null"), CT("\"actorder\":\"weight\""),
+                                        CT("\"actorder\":\"static\""), CT("\"actorder\":false")};
+    for (size_t i = 0; i < sizeof plain / sizeof plain[0]; i++) {
+        file = start_ct(plain[i]);
+        folder_save_model(&file);
+        expect_up(EPMOE_FORMAT_CT_W4, (const double[]){-3, -2, -2, 0, 4, 8, 24, 32});
+    }
+    /* Zeros 1 and 2 of row 0, 3 and 4 of row 1; then columns 0 and 3 in group 1. */
+    file = start_ct(CT("\"symmetric\":false"));
+    add(&file, ".weight_zero_point", "I32", 1, 2, zeros);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_CT_W4, (const double[]){4, 5, 10, 12, 24, 28, 56, 64});
+    file = start_ct(CT("\"symmetric\":false,\"actorder\":\"group\""));
+    add(&file, ".weight_zero_point", "I32", 1, 2, zeros);
+    add(&file, ".weight_g_idx", "I32", 4, 0, g_idx);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_CT_W4, (const double[]){6, 5, 6, 12, 40, 28, 32, 64});
 }
 
 /* What another program may run but this one cannot: the file opens, its layer is NOT_SUPPORTED and says why. */

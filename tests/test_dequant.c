@@ -100,6 +100,15 @@ Test(dequant, rejected_calls)
     REFUSES("expert 1: weight.g_idx[3] is 2: expected 0..1", (void)bad);
     made.g_idx[16 + 3] = 1;
     OP_STRUCT_SIZES(epmoe_dequant, args, sizeof args, testing_is_poison(w, 0, 64), isfinite(w[255]));
+    quant_case_free(&made);
+    /* An order that names a column twice would leave another unwritten. */
+    made = quant_case_make(&rng, EPMOE_FORMAT_W4, 2, 8, 16, 8, QUANT_INDEX_EVEN, 0);
+    args.weight = made.weight;
+    made.g_idx[16 + 9] = made.g_idx[16 + 2];
+    memset(w, 0x5A, 2 * 8 * 16 * 4);
+    cr_assert_eq(epmoe_dequant(&args, NULL), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "expert 1: weight.g_idx[9] is 15 again"), "%s", epmoe_last_error());
+    for (int i = 0; i < 2 * 8 * 16; i++) cr_assert_eq(epmoei_f32_bits(w[i]), 0x5A5A5A5Au);
     testing_buffer_free(w);
     quant_case_free(&made);
 }

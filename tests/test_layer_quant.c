@@ -3,9 +3,19 @@
 #include "tests/quant_case.h"
 
 #include <criterion/criterion.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 enum { kE = 3, kTopK = 2, kD = 64, kF = 160, kTokens = 5 };
+
+static char warnings[1024];
+
+static void keep_warning(void *ctx, epmoe_log_level_t level, const char *message)
+{
+    (void)ctx, (void)level;
+    size_t used = strlen(warnings);
+    snprintf(warnings + used, sizeof warnings - used, "%s\n", message);
+}
 
 static float *dequantised(const epmoe_weight_t *weight, int32_t experts, int32_t n, int32_t k)
 {
@@ -78,4 +88,35 @@ Test(layer_quant, packed_weights_are_borrowed)
     run_case(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_FORMAT_W4, EPMOE_LAYOUT_PACKED);
     run_case(&rng, EPMOE_FORMAT_MXFP4, QUANT_INDEX_NONE, EPMOE_FORMAT_FP8_BLOCK, EPMOE_LAYOUT_PACKED);
     run_case(&rng, EPMOE_FORMAT_W4, QUANT_INDEX_NONE, EPMOE_FORMAT_MXFP4, EPMOE_LAYOUT_PACKED);
+}
+
+/* What fits no packed layout is computed in fp32, which is said once per matrix; what fits says nothing. */
+Test(layer_quant, fallback_to_fp32_is_said)
+{
+    static const struct {
+        epmoe_format_t gate_up;
+        quant_index_t index;
+        epmoe_layout_t layout;
+        const char *warnings;
+    } cases[] = {
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_GATE_FIRST, ""},
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_PACKED, ""},
+        {EPMOE_FORMAT_GPTQ, QUANT_INDEX_EVEN, EPMOE_LAYOUT_INTERLEAVED, ""},
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_INTERLEAVED,
+         "weights: quantised weights gate_up are kept as fp32: expert 0 gate: its rows cut blocks of fp8_block that "
+         "have "
+         "one scale\n"},
+        {EPMOE_FORMAT_CT_W4, QUANT_INDEX_ANY, EPMOE_LAYOUT_GATE_FIRST,
+         "weights: quantised weights gate_up are kept as fp32: expert 0 gate: the groups of its g_idx are not all of "
+         "group_size columns\n"},
+    };
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_set_log(keep_warning, NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        warnings[0] = 0;
+        epmoe_format_t down = EPMOE_FORMAT_MXFP4;
+        run_case(&rng, cases[i].gate_up, cases[i].index, down, cases[i].layout);
+        cr_assert_str_eq(warnings, cases[i].warnings);
+    }
+    epmoe_set_log(NULL, NULL);
 }

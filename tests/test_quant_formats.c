@@ -184,6 +184,26 @@ Test(quant_formats, w4_has_byte_zeros_and_its_own_order)
     ROW(quant, 0, -4, -3.5, -3, -2.5, -2, -1.5, -1, -.5, 0, 2);
 }
 
+/* Not a permutation: some column would be written twice and another never. Also where columns are checked in parts. */
+Test(quant_formats, w4_order_is_a_permutation)
+{
+    enum { K = 70000 };
+    static int32_t order[K];
+    epmoei_quant_t quant = matrix(EPMOE_FORMAT_W4, 1, K, 8);
+    quant.g_idx = order;
+    for (int i = 0; i < K; i++) order[i] = K - 1 - i;
+    cr_assert_eq(epmoei_quant_check_groups(&quant, "g_idx"), EPMOE_OK);
+    order[5] = K - 3;
+    cr_assert_eq(epmoei_quant_check_groups(&quant, "g_idx"), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_str_eq(epmoe_last_error(), "g_idx[5] is 69997 again: expected a permutation of 0..69999");
+    order[5] = K - 6, order[K - 1] = 1;
+    cr_assert_eq(epmoei_quant_check_groups(&quant, "g_idx"), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_str_eq(epmoe_last_error(), "g_idx[69999] is 1 again: expected a permutation of 0..69999");
+    order[K - 1] = K;
+    cr_assert_eq(epmoei_quant_check_groups(&quant, "g_idx"), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_str_eq(epmoe_last_error(), "g_idx[69999] is 70000: expected 0..69999");
+}
+
 Test(quant_formats, mxfp4)
 {
     uint8_t pairs[64], scales[] = {127, 129, 0, 254};
@@ -257,6 +277,12 @@ Test(quant_formats, weight_fields)
     cr_assert_eq(epmoei_quant_check_weight(&weight, "weight", 300), EPMOE_OK);
     cr_assert_eq(epmoei_quant_sizes(EPMOE_FORMAT_FP8_BLOCK, 999, 300, weight.group_size, 0).scales, 1);
 
+    epmoe_weight_t mxfp4 = {.format = EPMOE_FORMAT_MXFP4};
+    for (int i = 0; i < 2; i++) { /* with the defaults, then with what they stand for */
+        cr_assert_eq(epmoei_quant_check_weight(&mxfp4, "weight", 64), EPMOE_OK);
+        cr_assert(mxfp4.group_size == 32 && mxfp4.scales_dtype == EPMOE_F8_E8M0);
+    }
+
     const struct {
         epmoe_weight_t weight;
         const char *message;
@@ -265,6 +291,9 @@ Test(quant_formats, weight_fields)
         {{.format = EPMOE_FORMAT_GPTQ, .zero_convention = 3}, "w.zero_convention is 3"},
         {{.format = EPMOE_FORMAT_GPTQ, .scales_dtype = EPMOE_I32}, "w.scales_dtype is 7"},
         {{.format = EPMOE_FORMAT_AWQ, .g_idx = &(int32_t){0}}, "w.g_idx is not NULL: format awq has none"},
+        {{.format = EPMOE_FORMAT_MXFP4, .group_size = 64}, "w.group_size is 64: of mxfp4 expected 32 or 0"},
+        {{.format = EPMOE_FORMAT_MXFP4, .group_size = -1}, "w.group_size is -1: of mxfp4 expected 32 or 0"},
+        {{.format = EPMOE_FORMAT_MXFP4, .scales_dtype = EPMOE_F32}, "w.scales_dtype is"},
         {{.format = EPMOE_FORMAT_MXFP4}, "w is mxfp4 with 300 columns: expected a multiple of 32"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {

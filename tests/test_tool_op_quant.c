@@ -158,6 +158,14 @@ Test(tool_op_quant, compressed_tensors_and_mxfp4)
     run("dequant", "--set format=ct group=8");
     EXPECT("w", -8, -7, -6, -5, -4, -3, -2, -1, 0, 2, 14);
     fails("dequant", "--set format=ct group=4", "'weight_scale'|[1,2]|expected [1,3]");
+    TESTING_WRITE("in", {"weight_packed", EPMOE_I32, 2, {1, 2}, words}, {"weight_scale", EPMOE_BF16, 2, {1, 2}, scales},
+                  {"weight_shape", EPMOE_I32, 1, {2}, (const int32_t[]){1, 11}});
+    run("dequant", "--set format=ct group=8");
+    EXPECT("w", -8, -7, -6, -5, -4, -3, -2, -1, 0, 2, 14);
+    TESTING_WRITE("in", {"x", EPMOE_F32, 2, {1, 11}, (const float[11]){1}},
+                  {"counts", EPMOE_I32, 1, {1}, (int32_t[]){1}}, {"weight_packed", EPMOE_I32, 3, {1, 1, 2}, words},
+                  {"weight_scale", EPMOE_BF16, 3, {1, 1, 2}, scales}, {"weight_shape", EPMOE_I64, 2, {0, 2}, shape});
+    fails("grouped_gemm", "--set format=ct group=8", "'weight_shape'|[0,2]|expected [1,2]");
     TESTING_WRITE("in", {"x", EPMOE_F32, 2, {1, 11}, (const float[11]){1}},
                   {"counts", EPMOE_I32, 1, {1}, (int32_t[]){1}}, {"weight_packed", EPMOE_I32, 3, {1, 1, 2}, words},
                   {"weight_scale", EPMOE_BF16, 3, {1, 1, 2}, scales}, {"weight_shape", EPMOE_I64, 2, {1, 2}, wrong});

@@ -106,6 +106,12 @@ static epmoe_status_t check_tensor(const op_projection_t *projection, const char
                        name, have, want);
 }
 
+/* Element i of weight_shape, I64 or I32. */
+static int64_t size_at(const op_value_t *value, int64_t i)
+{
+    return value->dtype == EPMOE_I64 ? ((const int64_t *)value->host)[i] : ((const int32_t *)value->host)[i];
+}
+
 /* What weight_shape says, for each expert the same. */
 static epmoe_status_t check_weight_shape(const op_projection_t *projection, const op_value_t *value)
 {
@@ -113,8 +119,7 @@ static epmoe_status_t check_weight_shape(const op_projection_t *projection, cons
     EPMOEI_CHECK(check_tensor(projection, "weight_shape", value, value->dtype == EPMOE_I64 || value->dtype == EPMOE_I32,
                               "I64 or I32", 1, &two));
     for (int64_t i = 0; i < 2 * (projection->stacked ? projection->experts : 1); i++) {
-        int64_t have =
-            value->dtype == EPMOE_I64 ? ((const int64_t *)value->host)[i] : ((const int32_t *)value->host)[i];
+        int64_t have = size_at(value, i);
         if (have != want[i % 2])
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%sweight_shape' holds %lld: expected [%lld,%lld]",
                                projection->prefix, (long long)have, (long long)want[0], (long long)want[1]);
@@ -142,8 +147,9 @@ static void learn_sizes(const op_context_t *context, op_projection_t *projection
         break;
     case EPMOE_FORMAT_CT_W4:
         cols = 8 * d1;
-        if (shape && shape->dtype == EPMOE_I64 && shape->num_dims == 1 + lead && shape->shape[lead] == 2)
-            cols = ((const int64_t *)shape->host)[1];
+        if (shape && (shape->dtype == EPMOE_I64 || shape->dtype == EPMOE_I32) && shape->num_dims == 1 + lead &&
+            shape->shape[lead] == 2 && (!lead || shape->shape[0] > 0))
+            cols = size_at(shape, 1);
         break;
     case EPMOE_FORMAT_MXFP4: cols = EPMOEI_MXFP4_GROUP * d1; break;
     default: break;
@@ -269,7 +275,7 @@ static epmoe_status_t take_quantised(const op_context_t *context, op_projection_
                            (long long)projection->cols, INT32_MAX);
     EPMOEI_CHECK(check_data(projection, weight->format, name, data));
     weight->data = data->data;
-    weight->group_size = op_number(context, "group");
+    weight->group_size = weight->format == EPMOE_FORMAT_MXFP4 ? 0 : op_number(context, "group");
     weight->zero_convention = op_number(context, "zero_convention") + 1;
     /* Fills in the group that -1 and MXFP4 stand for. */
     EPMOEI_CHECK(epmoei_quant_check_weight(weight, projection->plain, projection->cols));

@@ -193,26 +193,31 @@ typedef enum epmoe_layout_t {
     EPMOE_LAYOUT_PACKED = 2,      /* what the backend computes on: on the CPU the same as GATE_FIRST */
 } epmoe_layout_t;
 
+/* clang-format off */
 /* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
  * Plain formats (F32, BF16, F16) use `data` only. Quantised ones have the tensors of the file formats of the same name,
  * stacked along E; g = group_size, G = ceil(K/g), words are 32-bit with eight 4-bit codes, the lowest bits first:
  *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/g),ceil(K/g)]: w = code * scale
  *   GPTQ       data words [E,ceil(K/8),N], eight k each; scales [E,G,N]; zeros words [E,G,ceil(N/8)]; g_idx [E,K] or
  *              NULL: w = scale * (code - zero), the group of column k is g_idx[k], or k / g
- *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; zeros alike
- * [E,G,ceil(N/8)]; scales [E,G,N] CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G],
- * eight rows each, or NULL = 8; g_idx as GPTQ MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w
- * = e2m1(code) * 2^(scale - 127) W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL =
- * 8; g_idx [E,H,K] or NULL: the order of the columns: stored column j multiplies column g_idx[j] of x. H = 2 (gate
- * rows, up rows) with an activation, otherwise 1 With the layout PACKED and an activation the up rows of FP8_BLOCK
- * begin a block row of their own: scales [E,2*ceil(f/g),ceil(K/g)]. Quantised weights run on the CPU; on CUDA they are
- * NOT_SUPPORTED by this version. */
+ *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; scales [E,G,N];
+ *              zeros words [E,G,ceil(N/8)], nibbles as in data
+ *   CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G], eight rows each, or NULL = 8;
+ *              g_idx as GPTQ
+ *   MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w = e2m1(code) * 2^(scale - 127)
+ *   W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL = 8; g_idx [E,H,K] or NULL:
+ *              the order of the columns, each of the H rows a permutation of 0..K-1: stored column j multiplies
+ *              column g_idx[j] of x. H = 2 (gate rows, up rows) with an activation, otherwise 1
+ * With the layout PACKED and an activation the up rows of FP8_BLOCK begin a block row of their own:
+ * scales [E,2*ceil(f/g),ceil(K/g)].
+ * Quantised weights run on the CPU; on CUDA they are NOT_SUPPORTED by this version. */
+/* clang-format on */
 typedef struct epmoe_weight_t {
     size_t struct_size;
     epmoe_format_t format;
-    int32_t group_size;         /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 */
-    int32_t zero_convention;    /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
-    epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0 */
+    int32_t group_size;      /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 or 0 */
+    int32_t zero_convention; /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
+    epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0; MXFP4: F8_E8M0 or 0 */
     const void *data;
     const void *scales;
     const void *zeros;
@@ -346,7 +351,9 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * between the two in the sorted order, where a tile's rows are neighbours.
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
- * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
+ * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
+ * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
+ * out of range or, of W4, that is no permutation.
  * NOT_SUPPORTED on CUDA for quantised formats, K not a multiple of 8, fp32 x or weights, and two different types.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
@@ -507,7 +514,8 @@ typedef struct epmoe_quantize_fp8_args_t {
 EPMOE_API epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
 
 /* The values of a weight in any format, in fp32: w[e,n,k] as epmoe_weight_t defines it, columns in the order of x.
- * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range.
+ * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range or, of
+ * W4, that is no permutation.
  * NOT_SUPPORTED on CUDA by this version.
  * Floor: bytes = the weight's + 4*E*N*K. */
 typedef struct epmoe_dequant_args_t {
@@ -682,9 +690,12 @@ typedef enum epmoe_cache_layout_t {
 /* Writes the key and value of token t to slot slots[t] of the cache: block slots[t] / S, place slots[t] mod S. Slot -1
  * is skipped and its rows are not read. Without F8_E4M3 a bit-exact copy; with it stored = E4M3(value / scale),
  * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win). value and
- * value_cache both NULL: keys alone, as MLA's attention reads them. Errors: INVALID_ARGUMENT for sizes out of range, V1
- * with D not a multiple of x, NULL pointers with T > 0; on the CPU also for a slot outside [-1, B*S) and a scale that
- * is not finite and above 0. Nothing is written then. Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
+ * value_cache both NULL: keys alone, as MLA's attention reads them.
+ *
+ * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
+ * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then.
+ *
+ * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
 typedef struct epmoe_cache_write_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -1098,12 +1109,13 @@ typedef struct epmoe_checkpoint_info_t {
 /* Opens a folder with config.json and model.safetensors, or shards with model.safetensors.index.json. Headers, shapes,
  * offsets, names and sizes of everything are validated here, before any compute; data is mapped when it is used.
  * Errors: IO (missing or unreadable file), FORMAT (naming file and tensor), NOT_SUPPORTED (unknown family: the message
- * says what was found and which table takes a new row; a weight format that this version cannot run). */
+ * says what was found and which table takes a new row). */
 EPMOE_API epmoe_status_t epmoe_checkpoint_open(const char *dir, epmoe_checkpoint_t **checkpoint);
 EPMOE_API void epmoe_checkpoint_close(epmoe_checkpoint_t *checkpoint); /* NULL is legal */
 EPMOE_API epmoe_status_t epmoe_checkpoint_get_info(const epmoe_checkpoint_t *checkpoint, epmoe_checkpoint_info_t *info);
 /* The config of the MoE block (or dense MLP) of layer `layer`, read from its tensors and config.json.
- * INVALID_ARGUMENT for a layer that the checkpoint does not have. */
+ * INVALID_ARGUMENT for a layer that the checkpoint does not have, NOT_SUPPORTED for one whose weights are in a format
+ * that this version cannot run. */
 EPMOE_API epmoe_status_t epmoe_checkpoint_layer_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                        epmoe_layer_config_t *config);
 
@@ -1154,8 +1166,10 @@ typedef struct epmoe_layer_weights_t {
 
 /* Copies the weights into the layer's own layout (the caller may free his): GPTQ, AWQ and CT_W4 become W4. With layout
  * PACKED it borrows gate_up, down, shared_gate_up and shared_down until destroy: quantised ones must then be FP8_BLOCK,
- * MXFP4 or W4. Local, not collective. May be called again to replace them; after a failure past the checks (no memory,
- * a CUDA error) the layer has no weights. */
+ * MXFP4 or W4. Quantised weights that fit no packed layout are kept as fp32, four to eight times as large, with a
+ * warning that says which and why: up rows of FP8_BLOCK that begin inside a block or are interleaved, and groups of
+ * unequal width in a g_idx. Local, not collective. May be called again to replace them; after a failure past the checks
+ * (no memory, a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
  * count and of the backend. Local. */
@@ -1171,8 +1185,9 @@ typedef struct epmoe_load_options_t {
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
  * read. options NULL = none. Collective: all ranks succeed or all fail. Ranks may take different times, however long:
  * each shows the others while it loads that it is alive, and TIMEOUT means that one expert, the shared weights or a
- * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's. After a
- * failure the layer has no weights. */
+ * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's;
+ * NOT_SUPPORTED for a weight format that this version cannot run. Weights are packed as epmoe_layer_set_weights packs
+ * them. After a failure the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
                                                      int32_t layer_index, const epmoe_load_options_t *options);
 
