@@ -84,8 +84,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
             b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
         }
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
-        __syncwarp();
-        if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
+        ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(2);
     }
@@ -178,8 +177,7 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
 #undef WIDTH
         }
         store_tile<T>(p, b.line.way, e, acc);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+        ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
 }
 
@@ -205,8 +203,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps * 32);
         }
         ptx_fence_barrier_init();
     }
