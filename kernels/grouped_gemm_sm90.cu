@@ -71,7 +71,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
     for (int64_t index = b.first_tile;; index += b.tile_step) {
         tile_t tile = {};
         if (index < b.tiles) {
-            tile = find_tile(p, b.cumulative, index, b.clusters);
+            tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
             if (tile.rows == 0) continue;
         }
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -219,7 +219,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     b.first_tile = blockIdx.x / line.cluster;
     b.tile_step = gridDim.x / line.cluster;
     b.k_steps = (p.k + kBlockK - 1) / kBlockK;
-    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
+    int16_t *order = line.ordered ? (int16_t *)(cumulative + p.num_experts + 1) : nullptr;
+    b.order = order;
+    if (order) order_experts(p, line.max_n, order, order + p.num_experts);
+    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums, order) * b.clusters;
     __syncthreads();
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
@@ -299,8 +302,10 @@ int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeli
     const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
+    line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
+    const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
+        *bytes = shared_layout(*line).cumulative + list;
         if (*bytes <= limit) return line->stages;
     }
     return 0;
