@@ -107,9 +107,9 @@ Test(experts_few, reference_against_fp64)
             double row[kD], ref[kD], bound[kD];
             oracle_row(x, dtype, t, kD, row);
             for (int32_t c = 0; c < kD; c++) {
-                double more =
-                    full ? (double)addend[t * kD + c] + (double)epmoei_load(residual, y_dtype, t * kD + c) : 0;
-                ref[c] = more, bound[c] = 0x1p-22 * fabs(more);
+                double added = full ? (double)addend[t * kD + c] : 0;
+                double kept = full ? (double)epmoei_load(residual, y_dtype, t * kD + c) : 0;
+                ref[c] = added + kept, bound[c] = 0x1p-22 * (fabs(added) + fabs(kept)); /* they may cancel */
             }
             for (int32_t s = t * top_k; s < (t + 1) * top_k; s++)
                 if (ids[s] >= 0 && ids[s] < kExperts)
