@@ -16,6 +16,7 @@ constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
+constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
     int32_t max_n;   /* most tokens of a tile: a multiple of 32 */

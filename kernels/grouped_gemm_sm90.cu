@@ -101,8 +101,8 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 }
 
 /* acc += w x^T over all of K, for tiles of kN tokens. */
-template <typename T, int kN>
-__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[128])
+template <typename T, int kN, int kRegisters>
+__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[kRegisters])
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
     release(b, previous);
 }
 
-template <typename T> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
+template <typename T, int kMaxN> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
@@ -149,12 +149,14 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
-        float acc[128];
+        float acc[kMaxN / 2];
 #pragma unroll
-        for (int i = 0; i < 128; i++) acc[i] = 0.0f;
+        for (int i = 0; i < kMaxN / 2; i++) acc[i] = 0.0f;
         switch (tile.width) {
 #define WIDTH(n)                                                                                                       \
-    case n: multiply<T, n>(b, e.group, ring, acc); break
+    case n:                                                                                                            \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e.group, ring, acc);                                               \
+        break
             WIDTH(8);
             WIDTH(16);
             WIDTH(24);
@@ -183,8 +185,10 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+/* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
+ * stream of the other. */
+template <typename T, int kMaxN>
+__global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     grouped_gemm_kernel(const gemm_params_t p, const pipeline_t line, const __grid_constant__ CUtensorMap w_map,
                         const __grid_constant__ x_maps_t x_maps)
 {
@@ -227,14 +231,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<56>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 40 : 56>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
     } else {
-        ptx_setmaxnreg_inc<224>();
-        consume<T>(p, b);
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 224>();
+        consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
 }
@@ -296,19 +300,21 @@ epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x,
     return EPMOE_OK;
 }
 
-/* As many stages as fit; 0 when too few for the product to overlap with the copies. */
-int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeline_t *line, int32_t *bytes)
+/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
+ * copies. */
+bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
+                     int32_t *bytes)
 {
-    const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
+    const int32_t fewest = 3;
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
         *bytes = shared_layout(*line).cumulative + list;
-        if (*bytes <= limit) return line->stages;
+        if (*bytes <= limit) return true;
     }
-    return 0;
+    return false;
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)
@@ -316,9 +322,28 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
     return !args->x_sorted && (args->row_index || args->x_row_divisor > 1);
 }
 
-template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+template <typename T, int kMaxN>
+epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t x_rows,
+                             const pipeline_t &line, int32_t bytes, epmoe_stream_t stream)
 {
     const gemm_params_t p = gemm_params(args);
+    void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
+    CUtensorMap w_map;
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
+    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
+    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
+    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
+    const int64_t clusters = epmoei_min64(tiles, resident / line.cluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, line.cluster,
+                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
+                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
+                              "grouped_gemm_sm90");
+}
+
+template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
@@ -326,23 +351,15 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
         x = args->workspace;
         x_rows = args->max_rows;
     }
+    /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
+    const int32_t whole = epmoei_device_current()->shared_bytes_per_block, half = (whole + 1024) / 2 - 1024;
+    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
     pipeline_t line;
-    int32_t bytes = 0;
-    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
-    while (!choose_pipeline(args, max_n, &line, &bytes)) max_n -= 32;
     line.way = epilogue_way(args);
-
-    CUtensorMap w_map;
-    x_maps_t x_maps;
-    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
-    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
-    EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
-    int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_kernel<T>, line.cluster,
-                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
-                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
-                              "grouped_gemm_sm90");
+    if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
+        return launch_kernel<T, kNarrow>(args, x, x_rows, line, bytes, stream);
+    while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
+    return launch_kernel<T, kWide>(args, x, x_rows, line, bytes, stream);
 }
 
 /* Groups of 8 gate and 8 up rows must be whole; others are the sm80 kernel's. */
