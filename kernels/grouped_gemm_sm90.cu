@@ -33,31 +33,65 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* One thread. */
+/* The weights of a step into its stage, whose barrier then also waits for the tokens. */
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
+                                             const CUtensorMap *w_map)
+{
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
+    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
+                    at.tile.expert);
+}
+
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
+                                            const x_maps_t *x_maps)
+{
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    int32_t token = at.first;
+#pragma unroll
+    for (int i = kXMaps - 1; i >= 0; i--) {
+        if (!(at.part & 8 << i)) continue;
+        const uint32_t part = to + token * kBlockK * 2;
+        const int32_t k = at.step * kBlockK, row = at.tile.row + token;
+        if (b.line.cluster == 1)
+            ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
+        else
+            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
+        token += 8 << i;
+    }
+}
+
+/* One thread. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
+ * one ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const uint32_t empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
-    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
-        const int32_t k = at.step * kBlockK;
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
-        ptx_tma_load_5d(to, w_map, done, k, at.w_row, 0, at.w_group, at.tile.expert);
-        int32_t token = at.first;
-#pragma unroll
-        for (int i = kXMaps - 1; i >= 0; i--) {
-            if (!(at.part & 8 << i)) continue;
-            const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
-            if (b.line.cluster == 1)
-                ptx_tma_load_2d(x_to, &x_maps->map[i], done, k, at.tile.row + token);
-            else
-                ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, k, at.tile.row + token, 3);
-            token += 8 << i;
+    bool more = at.enter(p, b);
+    if (p.chained) {
+        walk_t first = at;
+        ring_t place = ring;
+        int32_t early = 0;
+        for (; more && early < b.line.stages; early++) {
+            load_weights(b, at, ring, w_map);
+            more = at.advance(p, b);
+            ring.advance(b.line.stages);
         }
+        epmoei_begin_dependent();
+        for (; early > 0; early--) {
+            load_tokens(b, first, place, x_maps);
+            first.advance(p, b);
+            place.advance(b.line.stages);
+        }
+    }
+    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        load_weights(b, at, ring, w_map);
+        load_tokens(b, at, ring, x_maps);
     }
 }
 
@@ -214,8 +248,7 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
         }
         ptx_fence_barrier_init();
     }
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    if (!p.chained) epmoei_begin_dependent();
     int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
     b.cumulative = cumulative;
     b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
@@ -240,7 +273,8 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
         ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 224>();
         consume<T, kMaxN>(p, b);
     }
-    if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+    if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
+    if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
 typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
@@ -323,10 +357,11 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
 }
 
 template <typename T, int kMaxN>
-epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t x_rows,
+epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained, const void *x, int64_t x_rows,
                              const pipeline_t &line, int32_t bytes, epmoe_stream_t stream)
 {
-    const gemm_params_t p = gemm_params(args);
+    gemm_params_t p = gemm_params(args);
+    p.chained = chained;
     void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
     CUtensorMap w_map;
     x_maps_t x_maps;
@@ -342,7 +377,7 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, const void *
                               "grouped_gemm_sm90");
 }
 
-template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
 {
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
@@ -357,9 +392,9 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     pipeline_t line;
     line.way = epilogue_way(args);
     if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
-        return launch_kernel<T, kNarrow>(args, x, x_rows, line, bytes, stream);
+        return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
     while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
-    return launch_kernel<T, kWide>(args, x, x_rows, line, bytes, stream);
+    return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);
 }
 
 /* Groups of 8 gate and 8 up rows must be whole; others are the sm80 kernel's. */
@@ -376,7 +411,7 @@ extern "C" int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_a
     return (int64_t)args->max_rows * args->k * 2;
 }
 
-extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
 {
     EPMOEI_CHECK(epmoei_grouped_gemm_check_cuda(args));
     if (!is_supported(args)) return epmoei_grouped_gemm_sm80(args, stream);
@@ -385,5 +420,17 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
     EPMOEI_CHECK_ALIGNED(args->workspace, 16);
-    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, stream) : launch<__half>(args, stream);
+    chained = chained && !needs_gather(args);
+    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, chained, stream)
+                                       : launch<__half>(args, chained, stream);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, false, stream);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, true, stream);
 }
