@@ -10,6 +10,7 @@ void op_context_init(op_context_t *context, const op_t *op, epmoe_backend_t back
 {
     *context = (op_context_t){.op = op, .backend = backend};
     for (size_t i = 0; i < sizeof context->dims / sizeof context->dims[0]; i++) context->dims[i] = -1;
+    context->dims['1'] = 1;
 }
 
 void op_context_free(op_context_t *context)
@@ -98,6 +99,15 @@ void *op_output(op_context_t *context, const char *name, epmoe_dtype_t dtype, in
         return NULL;
     context->num_outputs++;
     return context->output_data[i];
+}
+
+void *op_output_copy(op_context_t *context, const char *name, const op_value_t *value)
+{
+    int64_t bytes = epmoe_dtype_size(value->dtype);
+    for (int32_t i = 0; i < value->num_dims; i++) bytes *= value->shape[i];
+    void *data = op_output(context, name, value->dtype, value->num_dims, value->shape);
+    if (data && epmoei_memory_copy(context->backend, data, value->data, bytes, STREAM) != EPMOE_OK) return NULL;
+    return data;
 }
 
 void *op_scratch(op_context_t *context, int64_t bytes)
