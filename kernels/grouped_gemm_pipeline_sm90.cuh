@@ -52,6 +52,7 @@ struct barriers_t {
     uint64_t empty[kMostStages];
     uint64_t notes_full[2];
     uint64_t notes_empty[2];
+    staging_barriers_t staging[2];
     int32_t warp_sums[kThreads / 32];
 };
 
@@ -65,16 +66,6 @@ struct shared_layout {
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
         barriers = notes + 2 * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
-    }
-};
-
-/* Place in the ring of stages: the parity of a phase flips with every round. */
-struct ring_t {
-    int32_t stage;
-    uint32_t parity;
-    __device__ __forceinline__ void advance(int32_t stages)
-    {
-        if (++stage == stages) stage = 0, parity ^= 1;
     }
 };
 

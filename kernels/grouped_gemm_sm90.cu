@@ -6,6 +6,7 @@
  *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
+ *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
  * both, which saves the L2 cache a third of its reads.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
@@ -20,12 +21,6 @@
 
 namespace
 {
-
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
-{
-    while (!ptx_mbarrier_try_wait(barrier, parity)) {
-    }
-}
 
 /* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
@@ -160,24 +155,55 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
     release(b, previous);
 }
 
+__device__ __forceinline__ void take_staging(const block_t &b, int32_t group, epilogue_t &e)
+{
+    e.group = group;
+    e.staging = b.shared + shared_layout(b.line).staging + group * kStagingBytes;
+    e.barriers = &b.barriers->staging[group];
+}
+
+__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, const tile_t &tile,
+                                           epilogue_t &e)
+{
+    e.rows = b.rows_of(stage);
+    e.scales = b.scales_of(stage);
+    e.num_rows = tile.rows;
+    e.expert = tile.expert;
+    e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
+}
+
+/* One warp for a warpgroup of consumers. */
+__device__ __forceinline__ void store(const gemm_params_t &p, const block_t &b, int32_t group)
+{
+    epilogue_t e;
+    take_staging(b, group, e);
+    ring_t notes = {0, 0}, parts = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        read_notes(p, b, notes.stage, tile, e);
+        if (p.gated)
+            store_parts<4>(p, e, parts);
+        else
+            store_parts<8>(p, e, parts);
+        ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
+    }
+}
+
 template <typename T, int kMaxN> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
     epilogue_t e;
-    e.group = threadIdx.x / kWarpgroup - 1;
     e.tid = threadIdx.x % kWarpgroup;
-    e.staging = b.shared + shared_layout(b.line).staging + e.group * kStagingBytes;
-    ring_t ring = {0, 0}, notes = {0, 0};
+    take_staging(b, threadIdx.x / kWarpgroup - 1, e);
+    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(2)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
-        e.rows = b.rows_of(notes.stage);
-        e.scales = b.scales_of(notes.stage);
-        e.num_rows = tile.rows;
-        e.expert = tile.expert;
-        e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
+        read_notes(p, b, notes.stage, tile, e);
         load_bias(p, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
@@ -212,7 +238,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
             WIDTH(256);
 #undef WIDTH
         }
-        store_tile<T>(p, b.line.way, e, acc);
+        finish_tile<T>(p, b.line.way, e, acc, parts);
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
 }
@@ -242,7 +268,12 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
         }
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps * 32);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
+                              2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+            for (int part = 0; part < kStagingParts; part++) {
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
+            }
         }
         ptx_fence_barrier_init();
     }
@@ -262,11 +293,13 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 40 : 56>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 56>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
+        else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
+            store(p, b, threadIdx.x / 32 - 2);
     } else {
         ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 224>();
         consume<T, kMaxN>(p, b);
