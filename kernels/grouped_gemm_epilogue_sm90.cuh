@@ -106,12 +106,17 @@ __device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilo
  * would be more code than the instruction cache holds: a part of it costs more to fetch than to run. So this is all
  * there is of each part. */
 constexpr int kPartTokens = 32;
-__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[128], int index,
+template <int kRegisters>
+__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[kRegisters], int index,
                                             const float (&bias)[2])
 {
     switch (index) {
 #define PART(n)                                                                                                        \
-    case n: _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2]; break
+    case n:                                                                                                            \
+        if constexpr (16 * n < kRegisters) {                                                                           \
+            _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2];                \
+        }                                                                                                              \
+        break
         PART(0);
         PART(1);
         PART(2);
@@ -125,8 +130,8 @@ __device__ __forceinline__ void select_part(float (&part)[16], const float (&acc
 }
 
 /* 32 outputs of 128 tokens at a time. kPlainSilu: without clamp and weights. */
-template <typename T, bool kPlainSilu>
-__device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+template <typename T, bool kPlainSilu, int kRegisters>
+__device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters])
 {
     constexpr int kTokens = 128;
     const int lane = e.tid % 32, warp = e.tid / 32;
@@ -163,8 +168,8 @@ __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilog
 }
 
 /* 64 outputs of 64 tokens at a time. */
-template <typename T>
-__device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+template <typename T, int kRegisters>
+__device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters])
 {
     constexpr int kTokens = 64;
     const int lane = e.tid % 32, warp = e.tid / 32;
@@ -200,7 +205,8 @@ __device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilog
 }
 
 /* 32 tokens at a time, as fp32. */
-__device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+template <int kRegisters>
+__device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters])
 {
     constexpr int kTokens = kPartTokens, kStep = 4;
     const int lane = e.tid % 32, warp = e.tid / 32;
@@ -265,9 +271,9 @@ inline epilogue_way_t epilogue_way(const epmoe_grouped_gemm_args_t *args)
     return args->activation == EPMOE_ACTIVATION_NONE && !args->weight_on_input ? WAY_PLAIN : WAY_ANY;
 }
 
-template <typename T>
+template <typename T, int kRegisters>
 __device__ __forceinline__ void store_tile(const gemm_params_t &p, int32_t way, const epilogue_t &e,
-                                           const float (&acc)[128])
+                                           const float (&acc)[kRegisters])
 {
     switch (way) {
     case WAY_PLAIN: store_plain<T>(p, e, acc); break;
