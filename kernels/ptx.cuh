@@ -215,6 +215,39 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
                  : "memory");
 }
 
+/* `bytes`, a multiple of 16, into shared memory; they count on `barrier`. */
+__device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void ptx_load_shared_16(uint32_t (&v)[4], uint32_t shared)
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(shared)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_load_shared_8(uint32_t (&v)[2], uint32_t shared)
+{
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_4(uint32_t shared)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_2(uint32_t shared)
+{
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -59,14 +59,20 @@ __device__ __forceinline__ void quant_w4_fragment(uint32_t (&a)[4], uint32_t wor
         a[j] = quant_sub2((word >> (4 * j) & 0x000F000Fu) | quant_type<T>::kW4Base, zeros[j & 1], T());
 }
 
-/* A word of MXFP4 to operand A of m16n8k16: the code's value, without the scale. */
-template <typename T> __device__ __forceinline__ void quant_mxfp4_fragment(uint32_t (&a)[4], uint32_t word)
+/* A word of MXFP4 to operand A of m16n8k16 as bf16: 2^-126 times the code's value, so some of them subnormal. */
+__device__ __forceinline__ void quant_mxfp4_bits(uint32_t (&a)[4], uint32_t word)
 {
     constexpr uint32_t kMask = 0x81C081C0u;
     a[0] = word << 6 & kMask;
     a[1] = word << 2 & kMask;
     a[2] = __funnelshift_r(word, word, 4) & kMask;
     a[3] = (word & 0x81808180u) | (word >> 8 & 0x00400040u);
+}
+
+/* A word of MXFP4 to operand A of m16n8k16: the code's value, without the scale. */
+template <typename T> __device__ __forceinline__ void quant_mxfp4_fragment(uint32_t (&a)[4], uint32_t word)
+{
+    quant_mxfp4_bits(a, word);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         /* fp16's exponent and mantissa meet three bits further up. */

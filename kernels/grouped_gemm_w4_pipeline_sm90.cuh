@@ -1,0 +1,239 @@
+/* What the roles of the wgmma grouped GEMM on 4-bit weights share: how a kernel is cut, how shared memory is laid out,
+ * which tiles there are and in which order a block walks them. */
+#ifndef EPMOEI_GROUPED_GEMM_W4_PIPELINE_SM90_CUH
+#define EPMOEI_GROUPED_GEMM_W4_PIPELINE_SM90_CUH
+
+#include "kernels/grouped_gemm_epilogue_sm90.cuh"
+#include "kernels/quant_tiles.h"
+
+#include <cuda.h>
+
+namespace
+{
+
+constexpr int kBlockK = 64; /* 128 bytes of x: one row of the swizzle; one block of codes */
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kConsumerWarps = 8;
+constexpr int kMostStages = 16;
+static_assert(kBlockK == EPMOEI_TILE_COLS, "a step is one block of codes");
+
+/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kBlocks: of an SM. kStep: widths are
+ * multiples of it. kRegisters: of a consumer's thread, and of a producer's. */
+struct narrow_t {
+    static constexpr int kTiles = 2, kMaxN = 32, kBlocks = 2, kStep = 8, kRegisters = 104, kProducerRegisters = 40;
+};
+struct middle_t {
+    static constexpr int kTiles = 2, kMaxN = 128, kBlocks = 1, kStep = 16, kRegisters = 224, kProducerRegisters = 56;
+};
+struct wide_t {
+    static constexpr int kTiles = 1, kMaxN = 256, kBlocks = 1, kStep = 16, kRegisters = 224, kProducerRegisters = 56;
+};
+
+/* The weights of a call, laid out as kernels/grouped_gemm_quant.h says. */
+struct weights_t {
+    const char *data;
+    const char *scales;
+    const char *zeros; /* NULL = 8 */
+    int32_t tiles;     /* of 64 rows, of an expert */
+    int32_t steps;     /* blocks of 64 columns */
+    int32_t groups;
+    int32_t group_steps;  /* steps of a group; 0 when a step has several groups, and then */
+    int32_t step_groups;  /* how many: 2 or 4 */
+    int32_t scales_bytes; /* of 64 rows and one group */
+    epmoe_dtype_t scales_dtype;
+};
+
+struct pipeline_t {
+    int32_t max_n;   /* most tokens of a tile: a multiple of 16 */
+    int32_t stages;  /* <= kMostStages */
+    int32_t way;     /* epilogue_way_t */
+    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+};
+
+/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
+constexpr int kXMaps = 6;
+struct x_maps_t {
+    CUtensorMap map[kXMaps];
+};
+
+/* Which tokens a tile covers, and the width of wgmma that holds them. */
+struct tile_t {
+    int32_t expert;
+    int32_t row;     /* first row, in the sorted order */
+    int32_t rows;    /* 0 = nothing to do */
+    int32_t width;   /* rows rounded up to a width that is compiled */
+    int32_t cluster; /* which of the clusters over the weight rows */
+};
+
+/* What the scout hands to the consumers; the arrays of max_n follow. */
+struct notes_t {
+    tile_t tile; /* width 0: no more tiles */
+    int32_t padding[3];
+};
+
+struct barriers_t {
+    uint64_t full[kMostStages];
+    uint64_t empty[kMostStages];
+    uint64_t notes_full[2];
+    uint64_t notes_empty[2];
+    int32_t warp_sums[kThreads / 32];
+};
+
+/* Byte offsets. A stage: tokens; codes, scales, zeros, each of all tiles of the block. Shared memory: stages, staging
+ * of two warpgroups, notes of two tiles, barriers, tile list. */
+struct shared_layout {
+    int32_t codes, scales, zeros, stage_bytes;
+    int32_t staging, notes, notes_bytes, barriers, cumulative;
+    __host__ __device__ shared_layout(const pipeline_t &l, const weights_t &w, int32_t block_tiles)
+    {
+        const int32_t step_groups = w.group_steps ? 1 : w.step_groups;
+        codes = l.max_n * kBlockK * 2;
+        scales = codes + block_tiles * EPMOEI_TILE_BYTES;
+        zeros = scales + block_tiles * step_groups * w.scales_bytes;
+        stage_bytes = zeros + (w.zeros ? block_tiles * step_groups * EPMOEI_TILE_ROWS : 0);
+        stage_bytes = (stage_bytes + 1023) / 1024 * 1024; /* the swizzle counts from multiples of 1024 */
+        staging = l.stages * stage_bytes;
+        notes = staging + 2 * kStagingBytes;
+        notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
+        barriers = notes + 2 * notes_bytes;
+        cumulative = barriers + (int32_t)sizeof(barriers_t);
+    }
+};
+
+/* Place in the ring of stages: the parity of a phase flips with every round. */
+struct ring_t {
+    int32_t stage;
+    uint32_t parity;
+    __device__ __forceinline__ void advance(int32_t stages)
+    {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+/* The groups whose scales a step needs and does not have yet. A step has one at its beginning, or none, or several. */
+struct group_walk_t {
+    int32_t first;
+    int32_t count;
+    int32_t left; /* steps until the next group, counting this one */
+
+    __device__ __forceinline__ void begin(const weights_t &w)
+    {
+        first = 0;
+        count = w.group_steps ? 1 : min(w.step_groups, w.groups);
+        left = w.group_steps;
+    }
+    __device__ __forceinline__ void advance(const weights_t &w)
+    {
+        if (!w.group_steps) {
+            first += w.step_groups;
+            count = min(w.step_groups, w.groups - first);
+        } else if (--left == 0) {
+            first++;
+            count = 1;
+            left = w.group_steps;
+        } else
+            count = 0;
+    }
+};
+
+template <typename Cut> __device__ __forceinline__ int32_t round_width(int32_t rows)
+{
+    return (rows + Cut::kStep - 1) / Cut::kStep * Cut::kStep;
+}
+
+/* What every role needs. */
+struct block_t {
+    pipeline_t line;
+    shared_layout layout;
+    char *shared;
+    uint32_t base; /* of the stages */
+    barriers_t *barriers;
+    const int32_t *cumulative;
+    int64_t tiles;
+    int64_t first_tile;
+    int64_t tile_step;
+    int32_t clusters; /* over the weight rows */
+    int32_t rank;     /* in the cluster */
+
+    __device__ __forceinline__ notes_t *notes_of(int32_t i) const
+    {
+        return (notes_t *)(shared + layout.notes + i * layout.notes_bytes);
+    }
+    __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
+    __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
+    /* The first 64 weight rows of this block in a tile, in units of them. */
+    template <typename Cut> __device__ __forceinline__ int32_t first_w_tile(const tile_t &tile) const
+    {
+        return (tile.cluster * line.cluster + rank) * (2 * Cut::kTiles);
+    }
+};
+
+/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
+ * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
+template <typename Cut>
+__device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const block_t &b, int64_t index)
+{
+    int32_t lo = 0, hi = p.num_experts;
+    while (hi - lo > 1) {
+        int32_t mid = (lo + hi) / 2;
+        if ((int64_t)b.cumulative[mid] * b.clusters <= index)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    int32_t row_tiles = b.cumulative[lo + 1] - b.cumulative[lo];
+    int32_t local = (int32_t)(index - (int64_t)b.cumulative[lo] * b.clusters);
+    int32_t first = gemm_expert_offset(p, lo), rows = gemm_expert_offset(p, lo + 1) - first;
+    int32_t each = round_width<Cut>((rows + row_tiles - 1) / row_tiles);
+    tile_t tile;
+    tile.expert = lo;
+    tile.row = first + local % row_tiles * each;
+    tile.rows = max(0, min(each, first + rows - tile.row));
+    tile.width = round_width<Cut>(tile.rows);
+    tile.cluster = local / row_tiles;
+    return tile;
+}
+
+/* The steps of this block's tiles in order, and what the copies of a step need. */
+template <typename Cut> struct walk_t {
+    int64_t index;
+    tile_t tile;
+    int32_t step;
+    group_walk_t group;
+    int64_t w_tile;  /* of all experts' tiles of 64 rows */
+    int32_t w_tiles; /* of this block; 0 when its rows are all behind the last */
+    int32_t first;   /* this block's part of the tile's tokens */
+    int32_t part;
+
+    /* On the tile at index or the next one that has rows; false behind the last. */
+    __device__ __forceinline__ bool enter(const gemm_params_t &p, const weights_t &w, const block_t &b)
+    {
+        for (; index < b.tiles; index += b.tile_step) {
+            tile = find_tile<Cut>(p, b, index);
+            if (tile.rows == 0) continue;
+            const int32_t first_tile = b.first_w_tile<Cut>(tile);
+            const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+            step = 0;
+            group.begin(w);
+            w_tile = (int64_t)tile.expert * w.tiles + first_tile;
+            w_tiles = max(0, min(2 * Cut::kTiles, w.tiles - first_tile));
+            first = b.rank * half;
+            part = b.rank == 0 ? half : tile.width - half;
+            return true;
+        }
+        return false;
+    }
+    __device__ __forceinline__ bool advance(const gemm_params_t &p, const weights_t &w, const block_t &b)
+    {
+        if (++step < w.steps) {
+            group.advance(w);
+            return true;
+        }
+        index += b.tile_step;
+        return enter(p, w, b);
+    }
+};
+
+} // namespace
+
+#endif

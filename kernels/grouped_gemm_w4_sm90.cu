@@ -1,0 +1,491 @@
+/* Grouped GEMM on 4-bit weights (W4 and MXFP4) on wgmma for Hopper, x in bf16.
+ *
+ * Weights take wgmma's 64-row side and come to it from registers: a thread loads the codes of its fragments, 16 bytes
+ * for 64 columns, and makes bf16 of them, (code - zero) * scale rounded once, while the tensor cores run on what it
+ * made before. MXFP4 is exact in bf16 as long as its scales are at most 2; larger ones (codes above 128) give
+ * infinities. Tokens lie in shared memory on the column side, in multiples of 8.
+ * Roles by warp, as in grouped_gemm_sm90.cu:
+ *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
+ *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
+ *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *   consumers      two warpgroups of 64 or 128 weight rows each
+ * Three cuts of it. With few tokens an expert the weights must stream: two blocks an SM, 256 weight rows each, so that
+ * x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched half as often. In the middle 256
+ * rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks
+ * of a cluster fetch half of them each for both.
+ * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
+#include "kernels/grouped_gemm_quant.h"
+#include "kernels/grouped_gemm_tile.h"
+#include "kernels/grouped_gemm_w4_pipeline_sm90.cuh"
+#include "kernels/launch_cuda.cuh"
+#include "kernels/ptx_wgmma_registers.cuh"
+#include "kernels/quant_cuda.cuh"
+
+namespace
+{
+
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
+{
+    while (!ptx_mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
+{
+    return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* One warp: lanes 0.. copy codes, 8.. scales, 16.. zeros, one tile of 64 rows each, and 24.. boxes of x. */
+template <typename Cut>
+__device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
+                                        const x_maps_t *x_maps)
+{
+    const int lane = threadIdx.x % 32, kind = lane / 8, place = lane % 8;
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
+    const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
+    const int32_t slot = unit * (kind == 0 || w.group_steps ? 1 : w.step_groups);
+    const int32_t target = (kind == 0 ? b.layout.codes : kind == 1 ? b.layout.scales : b.layout.zeros) + place * slot;
+    ring_t ring = {0, 0};
+    walk_t<Cut> at;
+    at.index = b.first_tile;
+    for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
+        const uint32_t to = b.base + ring.stage * b.layout.stage_bytes, done = full + 8 * ring.stage;
+        const int32_t count = kind == 0 ? 1 : kind == 1 || w.zeros ? at.group.count : 0;
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (lane == 0) {
+            const int32_t each =
+                EPMOEI_TILE_BYTES + at.group.count * (w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0));
+            ptx_mbarrier_arrive_expect(done, at.w_tiles * each + at.tile.width * kBlockK * 2);
+        }
+        __syncwarp();
+        if (kind < 3) {
+            const int64_t tile = at.w_tile + place;
+            const int64_t from = kind == 0 ? tile * w.steps + at.step : tile * w.groups + at.group.first;
+            if (place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
+        } else if (place < kXMaps && at.part & 8 << place) {
+            const int32_t token = at.first + (at.part & ~((16 << place) - 1)); /* behind the wider boxes */
+            const uint32_t x_to = to + token * kBlockK * 2;
+            if (b.line.cluster == 1)
+                ptx_tma_load_2d(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token);
+            else
+                ptx_tma_load_2d_multicast(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token, 3);
+        }
+        __syncwarp();
+    }
+}
+
+/* One warp. */
+template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t full = ptx_shared_address(b.barriers->notes_full),
+                   empty = ptx_shared_address(b.barriers->notes_empty);
+    ring_t ring = {0, 0};
+    for (int64_t index = b.first_tile;; index += b.tile_step) {
+        tile_t tile = {};
+        if (index < b.tiles) {
+            tile = find_tile<Cut>(p, b, index);
+            if (tile.rows == 0) continue;
+        }
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        for (int i = lane; i < tile.width; i += 32) {
+            int32_t row = tile.row + i, slot = -1;
+            if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
+            if (slot >= p.num_slots) slot = -1;
+            b.rows_of(ring.stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
+            const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+            b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
+        }
+        if (lane == 0) b.notes_of(ring.stage)->tile = tile;
+        __syncwarp();
+        if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
+        if (tile.width == 0) return;
+        ring.advance(2);
+    }
+}
+
+/* This warp has read the stage: to the barriers of every block whose copies will overwrite it. */
+__device__ __forceinline__ void release(const block_t &b, uint32_t empty)
+{
+    if (b.line.cluster == 1) {
+        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(empty);
+    } else if (threadIdx.x % 32 < 2)
+        ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
+}
+
+/* Of this thread's two rows in 64, lane/4 and 8 below, as pairs of the same bf16 twice. */
+struct group_t {
+    uint32_t scale[2];
+    uint32_t zero[2]; /* W4: 128 + zero */
+};
+
+__device__ __forceinline__ uint32_t bf16_twice(float value)
+{
+    const __nv_bfloat162 pair = __float2bfloat162_rn(value);
+    return *(const uint32_t *)&pair;
+}
+
+/* From 64 scales and 64 zeros in shared memory; `pair` is the place of this thread's two in units of two. */
+template <bool kMxfp4>
+__device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint32_t scales, uint32_t zeros, int pair)
+{
+    if constexpr (kMxfp4) {
+        /* bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16 has. */
+        const uint32_t codes = __byte_perm(ptx_load_shared_2(scales + 2 * pair), 0, 0x4140);
+        const uint32_t factors = __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
+        g.scale[0] = __byte_perm(factors, 0, 0x1010);
+        g.scale[1] = __byte_perm(factors, 0, 0x3232);
+        return;
+    }
+    if (w.scales_dtype == EPMOE_BF16) {
+        const uint32_t both = ptx_load_shared_4(scales + 4 * pair);
+        g.scale[0] = __byte_perm(both, 0, 0x1010);
+        g.scale[1] = __byte_perm(both, 0, 0x3232);
+    } else if (w.scales_dtype == EPMOE_F16) {
+        const uint32_t both = ptx_load_shared_4(scales + 4 * pair);
+        g.scale[0] = bf16_twice(quant_scale(both & 0xFFFF, EPMOE_F16));
+        g.scale[1] = bf16_twice(quant_scale(both >> 16, EPMOE_F16));
+    } else if (w.scales_dtype == EPMOE_F32) {
+        uint32_t both[2];
+        ptx_load_shared_8(both, scales + 8 * pair);
+        g.scale[0] = bf16_twice(__uint_as_float(both[0]));
+        g.scale[1] = bf16_twice(__uint_as_float(both[1]));
+    } else {
+        const uint32_t both = ptx_load_shared_2(scales + 2 * pair);
+        g.scale[0] = bf16_twice(quant_scale(both & 0xFF, EPMOE_F8_E8M0));
+        g.scale[1] = bf16_twice(quant_scale(both >> 8, EPMOE_F8_E8M0));
+    }
+    const uint32_t both = w.zeros ? ptx_load_shared_2(zeros + 2 * pair) : 0x0808u;
+    g.zero[0] = __byte_perm(both, 0x43, 0x4040);
+    g.zero[1] = __byte_perm(both, 0x43, 0x4141);
+}
+
+template <bool kMxfp4> __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g)
+{
+    if constexpr (kMxfp4)
+        quant_mxfp4_bits(a, word);
+    else
+        quant_w4_fragment<__nv_bfloat16>(a, word, g.zero);
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j] = quant_mul2(a[j], g.scale[j & 1], __nv_bfloat16());
+}
+
+/* acc += w x^T over all of K, for tiles of kN tokens. A step of 16 columns is dequantised while the one before it is
+ * multiplied: each has registers of its own until the wait behind it. */
+template <bool kMxfp4, int kTiles, int kN, int kRegisters>
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t group, ring_t &ring,
+                                         float (&acc)[kTiles][kRegisters])
+{
+    const int tid = threadIdx.x % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4;
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const int32_t step_groups = kMxfp4 ? 2 : w.group_steps ? 1 : w.step_groups;
+    uint32_t previous = 0;
+    group_t groups[kTiles];
+    group_walk_t walk;
+    walk.begin(w);
+    for (int step = 0; step < w.steps; step++) {
+        const uint32_t from = b.base + ring.stage * b.layout.stage_bytes;
+        const uint64_t x = wgmma_descriptor(from);
+        auto load_groups = [&](int i) {
+            i = min(i, walk.count - 1); /* behind the last column x is 0, and what it meets must be finite */
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) {
+                const int at = (group * kTiles + t) * step_groups + i;
+                load_group<kMxfp4>(groups[t], w, from + b.layout.scales + at * w.scales_bytes,
+                                   from + b.layout.zeros + at * EPMOEI_TILE_ROWS, pair);
+            }
+        };
+        wait_barrier(full + 8 * ring.stage, ring.parity);
+        uint32_t words[kTiles][4];
+#pragma unroll
+        for (int t = 0; t < kTiles; t++)
+            ptx_load_shared_16(words[t], from + b.layout.codes + (group * kTiles + t) * EPMOEI_TILE_BYTES + 16 * tid);
+#pragma unroll
+        for (int s = 0; s < kBlockK / 16; s++) {
+            if constexpr (kMxfp4) {
+                if (s % 2 == 0) load_groups(s / 2);
+            } else if (s == 0) {
+                if (walk.count) load_groups(0);
+            } else if (step_groups > 1) {
+                if (s * step_groups % 4 == 0) load_groups(s * step_groups / 4);
+            }
+            uint32_t a[kTiles][4];
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) dequantise<kMxfp4>(a[t], words[t][s], groups[t]);
+            ptx_wgmma_fence();
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) ptx_wgmma_registers<kN>::run(acc[t], a[t], x + 2 * s);
+            ptx_wgmma_commit();
+            ptx_wgmma_wait<1>();
+            if (s == 0 && step > 0) release(b, previous);
+        }
+        previous = empty + 8 * ring.stage;
+        ring.advance(b.line.stages);
+        walk.advance(w);
+    }
+    ptx_wgmma_wait<0>();
+    release(b, previous);
+}
+
+template <bool kMxfp4, typename Cut>
+__device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t &w, const block_t &b)
+{
+    const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
+    const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
+    epilogue_t e;
+    e.group = threadIdx.x / kWarpgroup - 1;
+    e.tid = threadIdx.x % kWarpgroup;
+    e.staging = b.shared + b.layout.staging + e.group * kStagingBytes;
+    ring_t ring = {0, 0}, notes = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(notes_full + 8 * notes.stage, notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        e.rows = b.rows_of(notes.stage);
+        e.scales = b.scales_of(notes.stage);
+        e.num_rows = tile.rows;
+        e.expert = tile.expert;
+
+        /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
+         * other width's code too. */
+        float acc[Cut::kTiles][Cut::kMaxN / 2];
+#pragma unroll
+        for (int t = 0; t < Cut::kTiles; t++)
+#pragma unroll
+            for (int i = 0; i < Cut::kMaxN / 2; i++) acc[t][i] = 0.0f;
+        switch (tile.width) {
+#define WIDTH(n)                                                                                                       \
+    case n:                                                                                                            \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0)                                                          \
+            multiply<kMxfp4, Cut::kTiles, n>(w, b, e.group, ring, acc);                                                \
+        break
+            WIDTH(8);
+            WIDTH(16);
+            WIDTH(24);
+            WIDTH(32);
+            WIDTH(48);
+            WIDTH(64);
+            WIDTH(80);
+            WIDTH(96);
+            WIDTH(112);
+            WIDTH(128);
+            WIDTH(144);
+            WIDTH(160);
+            WIDTH(176);
+            WIDTH(192);
+            WIDTH(208);
+            WIDTH(224);
+            WIDTH(240);
+            WIDTH(256);
+#undef WIDTH
+        }
+#pragma unroll
+        for (int t = 0; t < Cut::kTiles; t++) {
+            const int32_t w_tile = b.first_w_tile<Cut>(tile) + e.group * Cut::kTiles + t;
+            if (w_tile >= w.tiles) continue; /* products of whatever the stage held */
+            e.col = w_tile * (p.gated ? EPMOEI_TILE_ROWS / 2 : EPMOEI_TILE_ROWS);
+            load_bias(p, e);
+            store_tile<__nv_bfloat16>(p, b.line.way, e, acc[t]);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+    }
+}
+
+template <bool kMxfp4, typename Cut>
+__global__ void __launch_bounds__(kThreads, Cut::kBlocks)
+    grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
+                           const __grid_constant__ x_maps_t x_maps)
+{
+    extern __shared__ __align__(1024) char shared[];
+    block_t b = {line, shared_layout(line, w, 2 * Cut::kTiles)};
+    b.shared = shared;
+    b.base = ptx_shared_address(shared);
+    b.barriers = (barriers_t *)(shared + b.layout.barriers);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < line.stages; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
+        }
+        for (int i = 0; i < 2; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
+        }
+        ptx_fence_barrier_init();
+    }
+    epmoei_begin_dependent();
+    int32_t *cumulative = (int32_t *)(shared + b.layout.cumulative);
+    b.cumulative = cumulative;
+    b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
+    const int32_t cluster_tiles = 2 * Cut::kTiles * line.cluster;
+    b.clusters = (w.tiles + cluster_tiles - 1) / cluster_tiles;
+    b.first_tile = blockIdx.x / line.cluster;
+    b.tile_step = gridDim.x / line.cluster;
+    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
+    __syncthreads();
+    if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
+
+    if (threadIdx.x < kWarpgroup) {
+        ptx_setmaxnreg_dec<Cut::kProducerRegisters>();
+        if (threadIdx.x / 32 == 0)
+            produce<Cut>(p, w, b, &x_maps);
+        else if (threadIdx.x / 32 == 1)
+            scout<Cut>(p, b);
+    } else {
+        ptx_setmaxnreg_inc<Cut::kRegisters>();
+        consume<kMxfp4, Cut>(p, w, b);
+    }
+    if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+}
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* x [rows,k]; what lies past its end reads as zeros. */
+epmoe_status_t encode_rows(const void *x, int64_t rows, int32_t k, x_maps_t *maps)
+{
+    static encode_fn encode; /* the same pointer whichever thread finds it */
+    if (!encode) {
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        EPMOEI_CUDA(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+        if (found != cudaDriverEntryPointSuccess || !function)
+            return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
+        encode = (encode_fn)function;
+    }
+    const cuuint64_t dims[2] = {(cuuint64_t)k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)k * 2};
+    const cuuint32_t steps[2] = {1, 1};
+    for (int i = 0; i < kXMaps; i++) {
+        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
+        CUresult result = encode(&maps->map[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)(uintptr_t)x, dims,
+                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (result != CUDA_SUCCESS)
+            return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %d", (int)result,
+                               k);
+    }
+    return EPMOE_OK;
+}
+
+weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
+{
+    const epmoe_weight_t *weight = &args->weight;
+    const epmoei_quant_tiles_t tiles = epmoei_quant_tiles(weight->format, weight->scales_dtype, args->n, args->k,
+                                                          weight->group_size, args->activation < EPMOE_ACTIVATION_NONE);
+    weights_t w = {};
+    w.data = (const char *)weight->data;
+    w.scales = (const char *)weight->scales;
+    w.zeros = (const char *)weight->zeros;
+    w.tiles = (int32_t)tiles.tiles;
+    w.steps = (int32_t)tiles.blocks;
+    w.groups = (int32_t)tiles.groups;
+    w.scales_bytes = EPMOEI_TILE_ROWS * (int32_t)epmoe_dtype_size(weight->scales_dtype);
+    w.scales_dtype = weight->scales_dtype;
+    if (weight->format != EPMOE_FORMAT_MXFP4 && weight->group_size >= args->k)
+        w.group_steps = w.steps;
+    else if (weight->group_size % kBlockK == 0)
+        w.group_steps = weight->group_size / kBlockK;
+    else
+        w.step_groups = kBlockK / weight->group_size;
+    return w;
+}
+
+/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
+ * copies. */
+bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t block_tiles, int32_t limit, pipeline_t *line,
+                     int32_t *bytes)
+{
+    const int32_t fewest = 3;
+    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
+        *bytes = shared_layout(*line, *w, block_tiles).cumulative + (num_experts + 1) * 4;
+        if (*bytes <= limit) return true;
+    }
+    return false;
+}
+
+struct call_t {
+    const epmoe_grouped_gemm_args_t *args;
+    weights_t w;
+    const void *x;
+    int64_t x_rows;
+    epmoe_stream_t stream;
+};
+
+template <bool kMxfp4, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
+{
+    const epmoe_grouped_gemm_args_t *args = c->args;
+    const int32_t num_sms = epmoei_device_current()->num_sms, whole = epmoei_device_current()->shared_bytes_per_block;
+    /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
+    const int32_t limit = (whole + 1024) / Cut::kBlocks - 1024;
+    pipeline_t line = {};
+    int32_t bytes = 0;
+    line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
+    line.way = epilogue_way(args);
+    line.cluster = Cut::kTiles == 1 ? 2 : 1;
+    while (!(*fits = choose_pipeline(&c->w, args->num_experts, 2 * Cut::kTiles, limit, &line, &bytes)) &&
+           line.max_n > 16)
+        line.max_n -= 16;
+    if (!*fits) return EPMOE_OK;
+
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_rows(c->x, c->x_rows, args->k, &x_maps));
+    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kMxfp4, Cut>;
+    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    const int64_t tiles =
+        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * line.cluster);
+    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / line.cluster);
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_clusters(kernel, line.cluster, dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
+                                        (size_t)bytes, c->stream, gemm_params(args), c->w, line, x_maps),
+        "grouped_gemm_w4_sm90");
+}
+
+template <bool kMxfp4> epmoe_status_t launch(const call_t *c)
+{
+    const int32_t max_n = epmoei_grouped_gemm_width_w4_sm90(c->args->num_experts, c->args->max_rows);
+    bool fits = false;
+    if (max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kMxfp4, narrow_t>(c, max_n, &fits)));
+    if (!fits && max_n <= middle_t::kMaxN) EPMOEI_CHECK((launch_kernel<kMxfp4, middle_t>(c, max_n, &fits)));
+    if (!fits) EPMOEI_CHECK((launch_kernel<kMxfp4, wide_t>(c, max_n, &fits)));
+    return fits ? EPMOE_OK
+                : epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "num_experts is %d: too many", c->args->num_experts);
+}
+
+bool needs_gather(const epmoe_grouped_gemm_args_t *args)
+{
+    return args->weight.g_idx || (!args->x_sorted && (args->row_index || args->x_row_divisor > 1));
+}
+
+/* fp16 is the sm80 kernel's: a scale of MXFP4 has not the range of its exponent, and few models are made in it. */
+bool is_supported(const epmoe_grouped_gemm_args_t *args) { return args->x_dtype == EPMOE_BF16; }
+
+} // namespace
+
+extern "C" int64_t epmoei_grouped_gemm_w4_workspace_sm90(const epmoe_grouped_gemm_args_t *args)
+{
+    if (!is_supported(args)) return epmoei_grouped_gemm_quant_workspace_sm80(args);
+    /* A query need not say yet whether there is a row index. */
+    if (args->x_sorted && !args->weight.g_idx) return 0;
+    return (int64_t)args->max_rows * args->k * 2;
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    if (!is_supported(args)) return epmoei_grouped_gemm_quant_sm80(args, stream);
+    int64_t bytes = needs_gather(args) ? epmoei_grouped_gemm_w4_workspace_sm90(args) : 0;
+    if (bytes && (!args->workspace || args->workspace_bytes < bytes))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
+                           args->workspace, (long long)args->workspace_bytes, (long long)bytes);
+    call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
+    if (needs_gather(args)) {
+        EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
+                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
+        c.x = args->workspace;
+        c.x_rows = args->max_rows;
+    }
+    return args->weight.format == EPMOE_FORMAT_MXFP4 ? launch<true>(&c) : launch<false>(&c);
+}
