@@ -17,16 +17,20 @@ constexpr int kConsumerWarps = 8;
 constexpr int kMostStages = 16;
 static_assert(kBlockK == EPMOEI_TILE_COLS, "a step is one block of codes");
 
-/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kBlocks: of an SM. kStep: widths are
- * multiples of it. kRegisters: of a consumer's thread, and of a producer's. */
+/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kBlocks: of an SM. kCluster: blocks
+ * that share their tokens, 1 or 2. kStep: widths are multiples of it. kRegisters: of a consumer's thread, and of a
+ * producer's; all together no more than the block starts with, as no others come free. */
 struct narrow_t {
-    static constexpr int kTiles = 2, kMaxN = 32, kBlocks = 2, kStep = 8, kRegisters = 104, kProducerRegisters = 40;
+    static constexpr int kTiles = 2, kMaxN = 32, kBlocks = 2, kCluster = 1, kStep = 8;
+    static constexpr int kRegisters = 96, kProducerRegisters = 48;
 };
 struct middle_t {
-    static constexpr int kTiles = 2, kMaxN = 128, kBlocks = 1, kStep = 16, kRegisters = 224, kProducerRegisters = 56;
+    static constexpr int kTiles = 2, kMaxN = 128, kBlocks = 1, kCluster = 1, kStep = 16;
+    static constexpr int kRegisters = 224, kProducerRegisters = 56;
 };
 struct wide_t {
-    static constexpr int kTiles = 1, kMaxN = 256, kBlocks = 1, kStep = 16, kRegisters = 224, kProducerRegisters = 56;
+    static constexpr int kTiles = 1, kMaxN = 256, kBlocks = 1, kCluster = 2, kStep = 16;
+    static constexpr int kRegisters = 224, kProducerRegisters = 56;
 };
 
 /* The weights of a call, laid out as kernels/grouped_gemm_quant.h says. */
@@ -37,17 +41,15 @@ struct weights_t {
     int32_t tiles;     /* of 64 rows, of an expert */
     int32_t steps;     /* blocks of 64 columns */
     int32_t groups;
-    int32_t group_steps;  /* steps of a group; 0 when a step has several groups, and then */
-    int32_t step_groups;  /* how many: 2 or 4 */
+    int32_t group_steps;  /* steps of a group; 0 when a step has two groups */
     int32_t scales_bytes; /* of 64 rows and one group */
     epmoe_dtype_t scales_dtype;
 };
 
 struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: a multiple of 16 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t way;     /* epilogue_way_t */
-    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+    int32_t max_n;  /* most tokens of a tile: a multiple of 16 */
+    int32_t stages; /* <= kMostStages */
+    int32_t way;    /* epilogue_way_t */
 };
 
 /* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
@@ -86,7 +88,7 @@ struct shared_layout {
     int32_t staging, notes, notes_bytes, barriers, cumulative;
     __host__ __device__ shared_layout(const pipeline_t &l, const weights_t &w, int32_t block_tiles)
     {
-        const int32_t step_groups = w.group_steps ? 1 : w.step_groups;
+        const int32_t step_groups = w.group_steps ? 1 : 2;
         codes = l.max_n * kBlockK * 2;
         scales = codes + block_tiles * EPMOEI_TILE_BYTES;
         zeros = scales + block_tiles * step_groups * w.scales_bytes;
@@ -110,7 +112,7 @@ struct ring_t {
     }
 };
 
-/* The groups whose scales a step needs and does not have yet. A step has one at its beginning, or none, or several. */
+/* The groups whose scales a step needs and does not have yet. A step has one at its beginning, or none, or two. */
 struct group_walk_t {
     int32_t first;
     int32_t count;
@@ -119,14 +121,14 @@ struct group_walk_t {
     __device__ __forceinline__ void begin(const weights_t &w)
     {
         first = 0;
-        count = w.group_steps ? 1 : min(w.step_groups, w.groups);
+        count = w.group_steps ? 1 : min(2, w.groups);
         left = w.group_steps;
     }
     __device__ __forceinline__ void advance(const weights_t &w)
     {
         if (!w.group_steps) {
-            first += w.step_groups;
-            count = min(w.step_groups, w.groups - first);
+            first += 2;
+            count = min(2, w.groups - first);
         } else if (--left == 0) {
             first++;
             count = 1;
@@ -164,7 +166,7 @@ struct block_t {
     /* The first 64 weight rows of this block in a tile, in units of them. */
     template <typename Cut> __device__ __forceinline__ int32_t first_w_tile(const tile_t &tile) const
     {
-        return (tile.cluster * line.cluster + rank) * (2 * Cut::kTiles);
+        return (tile.cluster * Cut::kCluster + rank) * (2 * Cut::kTiles);
     }
 };
 
@@ -212,7 +214,7 @@ template <typename Cut> struct walk_t {
             tile = find_tile<Cut>(p, b, index);
             if (tile.rows == 0) continue;
             const int32_t first_tile = b.first_w_tile<Cut>(tile);
-            const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+            const int32_t half = Cut::kCluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
             step = 0;
             group.begin(w);
             w_tile = (int64_t)tile.expert * w.tiles + first_tile;

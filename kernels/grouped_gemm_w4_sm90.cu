@@ -5,7 +5,7 @@
  * made before. MXFP4 is exact in bf16 as long as its scales are at most 2; larger ones (codes above 128) give
  * infinities. Tokens lie in shared memory on the column side, in multiples of 8.
  * Roles by warp, as in grouped_gemm_sm90.cu:
- *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
+ *   producers      two warps whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups of 64 or 128 weight rows each
@@ -36,16 +36,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* One warp: lanes 0.. copy codes, 8.. scales, 16.. zeros, one tile of 64 rows each, and 24.. boxes of x. */
+/* One of two warps: the first copies codes, the second scales by its lanes 0.., zeros by 8.. and boxes of x by 16.. A
+ * lane of the first three copies those of one tile of 64 rows. */
 template <typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
-                                        const x_maps_t *x_maps)
+                                        const x_maps_t *x_maps, bool first)
 {
-    const int lane = threadIdx.x % 32, kind = lane / 8, place = lane % 8;
+    const int lane = threadIdx.x % 32, kind = first ? lane / 8 * 4 : 1 + lane / 8, place = lane % 8;
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
     const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
-    const int32_t slot = unit * (kind == 0 || w.group_steps ? 1 : w.step_groups);
+    const int32_t slot = unit * (kind == 0 || w.group_steps ? 1 : 2);
     const int32_t target = (kind == 0 ? b.layout.codes : kind == 1 ? b.layout.scales : b.layout.zeros) + place * slot;
     ring_t ring = {0, 0};
     walk_t<Cut> at;
@@ -54,7 +55,7 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
         const uint32_t to = b.base + ring.stage * b.layout.stage_bytes, done = full + 8 * ring.stage;
         const int32_t count = kind == 0 ? 1 : kind == 1 || w.zeros ? at.group.count : 0;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (lane == 0) {
+        if (first && lane == 0) {
             const int32_t each =
                 EPMOEI_TILE_BYTES + at.group.count * (w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0));
             ptx_mbarrier_arrive_expect(done, at.w_tiles * each + at.tile.width * kBlockK * 2);
@@ -64,10 +65,10 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
             const int64_t tile = at.w_tile + place;
             const int64_t from = kind == 0 ? tile * w.steps + at.step : tile * w.groups + at.group.first;
             if (place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
-        } else if (place < kXMaps && at.part & 8 << place) {
+        } else if (kind == 3 && place < kXMaps && at.part & 8 << place) {
             const int32_t token = at.first + (at.part & ~((16 << place) - 1)); /* behind the wider boxes */
             const uint32_t x_to = to + token * kBlockK * 2;
-            if (b.line.cluster == 1)
+            if (Cut::kCluster == 1)
                 ptx_tma_load_2d(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token);
             else
                 ptx_tma_load_2d_multicast(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token, 3);
@@ -106,14 +107,22 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
     }
 }
 
-/* This warp has read the stage: to the barriers of every block whose copies will overwrite it. */
-__device__ __forceinline__ void release(const block_t &b, uint32_t empty)
+/* Where this thread says that its warp has read a stage: lane i to block i of the cluster, whose copies will overwrite
+ * the stage. The release is one predicated instruction: a branch between two wgmma would make the compiler wait for the
+ * first of them before the second. */
+template <typename Cut> __device__ __forceinline__ uint32_t empty_barriers(const block_t &b)
 {
-    if (b.line.cluster == 1) {
-        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(empty);
-    } else if (threadIdx.x % 32 < 2)
-        ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
+    const uint32_t own = ptx_shared_address(b.barriers->empty);
+    return Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster);
 }
+template <typename Cut> __device__ __forceinline__ void release(uint32_t empty)
+{
+    ptx_mbarrier_arrive_if(empty, threadIdx.x % 32 < Cut::kCluster);
+}
+
+/* How scales lie: W4 with one group for whole steps of 64 columns, W4 with two groups in a step, MXFP4, which always
+ * has two. */
+enum kind_t { W4_LONG, W4_SHORT, MXFP4 };
 
 /* Of this thread's two rows in 64, lane/4 and 8 below, as pairs of the same bf16 twice. */
 struct group_t {
@@ -128,10 +137,10 @@ __device__ __forceinline__ uint32_t bf16_twice(float value)
 }
 
 /* From 64 scales and 64 zeros in shared memory; `pair` is the place of this thread's two in units of two. */
-template <bool kMxfp4>
+template <kind_t kKind>
 __device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint32_t scales, uint32_t zeros, int pair)
 {
-    if constexpr (kMxfp4) {
+    if constexpr (kKind == MXFP4) {
         /* bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16 has. */
         const uint32_t codes = __byte_perm(ptx_load_shared_2(scales + 2 * pair), 0, 0x4140);
         const uint32_t factors = __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
@@ -162,9 +171,9 @@ __device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint3
     g.zero[1] = __byte_perm(both, 0x43, 0x4141);
 }
 
-template <bool kMxfp4> __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g)
+template <kind_t kKind> __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g)
 {
-    if constexpr (kMxfp4)
+    if constexpr (kKind == MXFP4)
         quant_mxfp4_bits(a, word);
     else
         quant_w4_fragment<__nv_bfloat16>(a, word, g.zero);
@@ -172,64 +181,101 @@ template <bool kMxfp4> __device__ __forceinline__ void dequantise(uint32_t (&a)[
     for (int j = 0; j < 4; j++) a[j] = quant_mul2(a[j], g.scale[j & 1], __nv_bfloat16());
 }
 
-/* acc += w x^T over all of K, for tiles of kN tokens. A step of 16 columns is dequantised while the one before it is
- * multiplied: each has registers of its own until the wait behind it. */
-template <bool kMxfp4, int kTiles, int kN, int kRegisters>
-__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t group, ring_t &ring,
-                                         float (&acc)[kTiles][kRegisters])
-{
-    const int tid = threadIdx.x % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4;
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    const int32_t step_groups = kMxfp4 ? 2 : w.group_steps ? 1 : w.step_groups;
-    uint32_t previous = 0;
+/* This thread's codes of 64 columns, and the scales that they need. */
+template <kind_t kKind, typename Cut> struct codes_t {
+    static constexpr int kTiles = Cut::kTiles, kStepGroups = kKind == W4_LONG ? 1 : 2;
+    uint32_t codes, scales, zeros, full; /* addresses in stage 0 */
+    int pair;
+    uint32_t words[kTiles][4];
     group_t groups[kTiles];
     group_walk_t walk;
-    walk.begin(w);
-    for (int step = 0; step < w.steps; step++) {
-        const uint32_t from = b.base + ring.stage * b.layout.stage_bytes;
-        const uint64_t x = wgmma_descriptor(from);
-        auto load_groups = [&](int i) {
-            i = min(i, walk.count - 1); /* behind the last column x is 0, and what it meets must be finite */
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) {
-                const int at = (group * kTiles + t) * step_groups + i;
-                load_group<kMxfp4>(groups[t], w, from + b.layout.scales + at * w.scales_bytes,
-                                   from + b.layout.zeros + at * EPMOEI_TILE_ROWS, pair);
-            }
-        };
+
+    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t warpgroup)
+    {
+        const int tid = threadIdx.x % kWarpgroup, tile = warpgroup * kTiles;
+        codes = b.base + b.layout.codes + tile * EPMOEI_TILE_BYTES + 16 * tid;
+        scales = b.base + b.layout.scales + tile * kStepGroups * w.scales_bytes;
+        zeros = b.base + b.layout.zeros + tile * kStepGroups * EPMOEI_TILE_ROWS;
+        full = ptx_shared_address(b.barriers->full);
+        pair = tid / 32 * 8 + tid % 32 / 4;
+        walk.begin(w);
+    }
+    /* Waits for a stage and takes its words. */
+    __device__ __forceinline__ void load(const block_t &b, const ring_t &ring)
+    {
         wait_barrier(full + 8 * ring.stage, ring.parity);
-        uint32_t words[kTiles][4];
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
-            ptx_load_shared_16(words[t], from + b.layout.codes + (group * kTiles + t) * EPMOEI_TILE_BYTES + 16 * tid);
+            ptx_load_shared_16(words[t], codes + ring.stage * b.layout.stage_bytes + t * EPMOEI_TILE_BYTES);
+    }
+    __device__ __forceinline__ void load_groups(const weights_t &w, const block_t &b, const ring_t &ring, int i)
+    {
+        const uint32_t at = ring.stage * b.layout.stage_bytes;
+        i = min(i, walk.count - 1); /* behind the last column x is 0, and what it meets must be finite */
 #pragma unroll
-        for (int s = 0; s < kBlockK / 16; s++) {
-            if constexpr (kMxfp4) {
-                if (s % 2 == 0) load_groups(s / 2);
-            } else if (s == 0) {
-                if (walk.count) load_groups(0);
-            } else if (step_groups > 1) {
-                if (s * step_groups % 4 == 0) load_groups(s * step_groups / 4);
-            }
-            uint32_t a[kTiles][4];
+        for (int t = 0; t < kTiles; t++)
+            load_group<kKind>(groups[t], w, scales + at + (t * kStepGroups + i) * w.scales_bytes,
+                              zeros + at + (t * kStepGroups + i) * EPMOEI_TILE_ROWS, pair);
+    }
+    /* 16 columns, in the order s = 0..3. new_group: W4_LONG's begins with them. */
+    __device__ __forceinline__ void make(uint32_t (&a)[kTiles][4], const weights_t &w, const block_t &b,
+                                         const ring_t &ring, int s, bool new_group)
+    {
+        if (kKind == W4_LONG ? new_group : s % 2 == 0) load_groups(w, b, ring, s / 2);
 #pragma unroll
-            for (int t = 0; t < kTiles; t++) dequantise<kMxfp4>(a[t], words[t][s], groups[t]);
+        for (int t = 0; t < kTiles; t++) dequantise<kKind>(a[t], words[t][s], groups[t]);
+    }
+};
+
+/* acc += w x^T over all of K, for tiles of kN tokens. While the tensor cores multiply 16 columns the next 16 are
+ * dequantised into other registers, and the other warpgroup's product waits its turn. Nothing is under way from one
+ * step to the next: the registers that it reads would be live in every other width's code too. */
+template <kind_t kKind, typename Cut, int kN>
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t warpgroup, ring_t &ring,
+                                         float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
+{
+    constexpr int kTiles = Cut::kTiles, kSteps = kBlockK / 16;
+    const uint32_t empty = empty_barriers<Cut>(b);
+    uint32_t a[kTiles][4];
+    codes_t<kKind, Cut> from;
+    from.begin(w, b, warpgroup);
+    from.load(b, ring);
+    from.make(a, w, b, ring, 0, true);
+    for (int step = 1; step <= w.steps; step++) {
+        const uint64_t x = wgmma_descriptor(b.base + ring.stage * b.layout.stage_bytes);
+        const uint32_t done = empty + 8 * ring.stage;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+            uint32_t next[kTiles][4];
             ptx_wgmma_fence();
 #pragma unroll
             for (int t = 0; t < kTiles; t++) ptx_wgmma_registers<kN>::run(acc[t], a[t], x + 2 * s);
             ptx_wgmma_commit();
-            ptx_wgmma_wait<1>();
-            if (s == 0 && step > 0) release(b, previous);
+            if (s == kSteps - 1) {
+                /* Behind the last step once more what is there already: a branch would cost more. */
+                ring_t following = ring;
+                following.advance(b.line.stages);
+                const bool more = step < w.steps;
+                ring.stage = more ? following.stage : ring.stage;
+                ring.parity = more ? following.parity : ring.parity;
+                if (more) from.walk.advance(w);
+                from.load(b, ring);
+            }
+            from.make(next, w, b, ring, (s + 1) % kSteps, s == kSteps - 1 && from.walk.count > 0);
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) ptx_define(next[t]);
+            ptx_wgmma_wait<0>();
+#pragma unroll
+            for (int t = 0; t < kTiles; t++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) a[t][j] = next[t][j];
         }
-        previous = empty + 8 * ring.stage;
-        ring.advance(b.line.stages);
-        walk.advance(w);
+        release<Cut>(done);
     }
-    ptx_wgmma_wait<0>();
-    release(b, previous);
+    ring.advance(b.line.stages);
 }
 
-template <bool kMxfp4, typename Cut>
+template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t &w, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
@@ -258,8 +304,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         switch (tile.width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0)                                                          \
-            multiply<kMxfp4, Cut::kTiles, n>(w, b, e.group, ring, acc);                                                \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, e.group, ring, acc);       \
         break
             WIDTH(8);
             WIDTH(16);
@@ -294,11 +339,12 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
     }
 }
 
-template <bool kMxfp4, typename Cut>
+template <kind_t kKind, typename Cut>
 __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
                            const __grid_constant__ x_maps_t x_maps)
 {
+    static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
     extern __shared__ __align__(1024) char shared[];
     block_t b = {line, shared_layout(line, w, 2 * Cut::kTiles)};
     b.shared = shared;
@@ -307,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     if (threadIdx.x == 0) {
         for (int i = 0; i < line.stages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * Cut::kCluster);
         }
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
@@ -318,26 +364,27 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     epmoei_begin_dependent();
     int32_t *cumulative = (int32_t *)(shared + b.layout.cumulative);
     b.cumulative = cumulative;
-    b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
-    const int32_t cluster_tiles = 2 * Cut::kTiles * line.cluster;
+    b.rank = Cut::kCluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
+    const int32_t cluster_tiles = 2 * Cut::kTiles * Cut::kCluster;
     b.clusters = (w.tiles + cluster_tiles - 1) / cluster_tiles;
-    b.first_tile = blockIdx.x / line.cluster;
-    b.tile_step = gridDim.x / line.cluster;
+    b.first_tile = blockIdx.x / Cut::kCluster;
+    b.tile_step = gridDim.x / Cut::kCluster;
     b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
     __syncthreads();
-    if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
+    if (Cut::kCluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<Cut::kProducerRegisters>();
-        if (threadIdx.x / 32 == 0)
-            produce<Cut>(p, w, b, &x_maps);
-        else if (threadIdx.x / 32 == 1)
+        const int warp = threadIdx.x / 32;
+        if (warp < 2)
+            produce<Cut>(p, w, b, &x_maps, warp == 0);
+        else if (warp == 2)
             scout<Cut>(p, b);
     } else {
         ptx_setmaxnreg_inc<Cut::kRegisters>();
-        consume<kMxfp4, Cut>(p, w, b);
+        consume<kKind, Cut>(p, w, b);
     }
-    if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+    if (Cut::kCluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
 }
 
 typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
@@ -390,7 +437,7 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     else if (weight->group_size % kBlockK == 0)
         w.group_steps = weight->group_size / kBlockK;
     else
-        w.step_groups = kBlockK / weight->group_size;
+        w.group_steps = 0;
     return w;
 }
 
@@ -415,7 +462,7 @@ struct call_t {
     epmoe_stream_t stream;
 };
 
-template <bool kMxfp4, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
+template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
 {
     const epmoe_grouped_gemm_args_t *args = c->args;
     const int32_t num_sms = epmoei_device_current()->num_sms, whole = epmoei_device_current()->shared_bytes_per_block;
@@ -425,7 +472,6 @@ template <bool kMxfp4, typename Cut> epmoe_status_t launch_kernel(const call_t *
     int32_t bytes = 0;
     line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
     line.way = epilogue_way(args);
-    line.cluster = Cut::kTiles == 1 ? 2 : 1;
     while (!(*fits = choose_pipeline(&c->w, args->num_experts, 2 * Cut::kTiles, limit, &line, &bytes)) &&
            line.max_n > 16)
         line.max_n -= 16;
@@ -433,24 +479,24 @@ template <bool kMxfp4, typename Cut> epmoe_status_t launch_kernel(const call_t *
 
     x_maps_t x_maps;
     EPMOEI_CHECK(encode_rows(c->x, c->x_rows, args->k, &x_maps));
-    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kMxfp4, Cut>;
+    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles =
-        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * line.cluster);
-    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / line.cluster);
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_clusters(kernel, line.cluster, dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
-                                        (size_t)bytes, c->stream, gemm_params(args), c->w, line, x_maps),
-        "grouped_gemm_w4_sm90");
+        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * Cut::kCluster);
+    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / Cut::kCluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
+                                  kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)), dim3(kThreads),
+                                  (size_t)bytes, c->stream, gemm_params(args), c->w, line, x_maps),
+                              "grouped_gemm_w4_sm90");
 }
 
-template <bool kMxfp4> epmoe_status_t launch(const call_t *c)
+template <kind_t kKind> epmoe_status_t launch(const call_t *c)
 {
     const int32_t max_n = epmoei_grouped_gemm_width_w4_sm90(c->args->num_experts, c->args->max_rows);
     bool fits = false;
-    if (max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kMxfp4, narrow_t>(c, max_n, &fits)));
-    if (!fits && max_n <= middle_t::kMaxN) EPMOEI_CHECK((launch_kernel<kMxfp4, middle_t>(c, max_n, &fits)));
-    if (!fits) EPMOEI_CHECK((launch_kernel<kMxfp4, wide_t>(c, max_n, &fits)));
+    if (max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, narrow_t>(c, max_n, &fits)));
+    if (!fits && max_n <= middle_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, middle_t>(c, max_n, &fits)));
+    if (!fits) EPMOEI_CHECK((launch_kernel<kKind, wide_t>(c, max_n, &fits)));
     return fits ? EPMOE_OK
                 : epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "num_experts is %d: too many", c->args->num_experts);
 }
@@ -460,8 +506,12 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
     return args->weight.g_idx || (!args->x_sorted && (args->row_index || args->x_row_divisor > 1));
 }
 
-/* fp16 is the sm80 kernel's: a scale of MXFP4 has not the range of its exponent, and few models are made in it. */
-bool is_supported(const epmoe_grouped_gemm_args_t *args) { return args->x_dtype == EPMOE_BF16; }
+/* Others are the sm80 kernel's. */
+bool is_supported(const epmoe_grouped_gemm_args_t *args)
+{
+    const int32_t group = args->weight.group_size;
+    return args->x_dtype == EPMOE_BF16 && (group >= args->k || group % (kBlockK / 2) == 0);
+}
 
 } // namespace
 
@@ -487,5 +537,6 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
         c.x = args->workspace;
         c.x_rows = args->max_rows;
     }
-    return args->weight.format == EPMOE_FORMAT_MXFP4 ? launch<true>(&c) : launch<false>(&c);
+    if (args->weight.format == EPMOE_FORMAT_MXFP4) return launch<MXFP4>(&c);
+    return c.w.group_steps ? launch<W4_LONG>(&c) : launch<W4_SHORT>(&c);
 }

@@ -206,6 +206,24 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_
                  : "memory");
 }
 
+/* The address in the cluster of the same place in block `block`. */
+__device__ __forceinline__ uint32_t ptx_cluster_address(uint32_t shared, uint32_t block)
+{
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
+    return address;
+}
+
+/* Arrives, if `really`, at a barrier of any block of the cluster; an address in this block is one of the cluster too.
+ */
+__device__ __forceinline__ void ptx_mbarrier_arrive_if(uint32_t barrier, bool really)
+{
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
+        "r"((uint32_t)really)
+        : "memory");
+}
+
 /* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
  * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])

@@ -7,6 +7,13 @@
 
 #include "kernels/ptx_wgmma.cuh"
 
+/* What makes a is done here and not later: between the fence and the instruction it would make the compiler wait for
+ * every instruction before the next. */
+__device__ __forceinline__ void ptx_define(uint32_t (&a)[4])
+{
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 template <int kN> struct ptx_wgmma_registers;
 
 /* n columns, r = n/2 registers; those of a are operands r to r + 3, the descriptor is r + 4. */
