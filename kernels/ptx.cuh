@@ -111,6 +111,14 @@ __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
+/* Both to E4M3, nearest even, saturating, a NaN to 0x7F; `low` in the lower byte. */
+__device__ __forceinline__ uint32_t ptx_cvt_e4m3x2(float high, float low)
+{
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
 /* Until every kernel that this one depends on has ended and what it wrote is visible. */
 __device__ __forceinline__ void ptx_griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 /* Kernels that depend on this one may come to the device, once every block has said so or ended. */
