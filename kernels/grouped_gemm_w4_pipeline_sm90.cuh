@@ -78,6 +78,7 @@ struct barriers_t {
     uint64_t empty[kMostStages];
     uint64_t notes_full[2];
     uint64_t notes_empty[2];
+    staging_barriers_t staging[2];
     int32_t warp_sums[kThreads / 32];
 };
 
@@ -99,16 +100,6 @@ struct shared_layout {
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
         barriers = notes + 2 * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
-    }
-};
-
-/* Place in the ring of stages: the parity of a phase flips with every round. */
-struct ring_t {
-    int32_t stage;
-    uint32_t parity;
-    __device__ __forceinline__ void advance(int32_t stages)
-    {
-        if (++stage == stages) stage = 0, parity ^= 1;
     }
 };
 
@@ -163,7 +154,7 @@ struct block_t {
     }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
     __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
-    /* The first 64 weight rows of this block in a tile, in units of them. */
+    /* The first 64 weight rows of this block in a tile, counted in such tiles of 64. */
     template <typename Cut> __device__ __forceinline__ int32_t first_w_tile(const tile_t &tile) const
     {
         return (tile.cluster * Cut::kCluster + rank) * (2 * Cut::kTiles);

@@ -5,10 +5,11 @@
  * made before. MXFP4 is exact in bf16 as long as its scales are at most 2; larger ones (codes above 128) give
  * infinities. Tokens lie in shared memory on the column side, in multiples of 8.
  * Roles by warp, as in grouped_gemm_sm90.cu:
- *   producers      two warps whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
+ *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups of 64 or 128 weight rows each
+ *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Three cuts of it. With few tokens an expert the weights must stream: two blocks an SM, 256 weight rows each, so that
  * x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched half as often. In the middle 256
  * rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks
@@ -24,25 +25,18 @@
 namespace
 {
 
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
-{
-    while (!ptx_mbarrier_try_wait(barrier, parity)) {
-    }
-}
-
 /* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 {
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* One of two warps: the first copies codes, the second scales by its lanes 0.., zeros by 8.. and boxes of x by 16.. A
- * lane of the first three copies those of one tile of 64 rows. */
+/* One warp: lanes 0.. copy codes, 8.. scales, 16.. zeros, one tile of 64 rows each, and 24.. boxes of x. */
 template <typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
-                                        const x_maps_t *x_maps, bool first)
+                                        const x_maps_t *x_maps)
 {
-    const int lane = threadIdx.x % 32, kind = first ? lane / 8 * 4 : 1 + lane / 8, place = lane % 8;
+    const int lane = threadIdx.x % 32, kind = lane / 8, place = lane % 8;
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
     const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
@@ -55,7 +49,7 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
         const uint32_t to = b.base + ring.stage * b.layout.stage_bytes, done = full + 8 * ring.stage;
         const int32_t count = kind == 0 ? 1 : kind == 1 || w.zeros ? at.group.count : 0;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (first && lane == 0) {
+        if (lane == 0) {
             const int32_t each =
                 EPMOEI_TILE_BYTES + at.group.count * (w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0));
             ptx_mbarrier_arrive_expect(done, at.w_tiles * each + at.tile.width * kBlockK * 2);
@@ -65,7 +59,7 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
             const int64_t tile = at.w_tile + place;
             const int64_t from = kind == 0 ? tile * w.steps + at.step : tile * w.groups + at.group.first;
             if (place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
-        } else if (kind == 3 && place < kXMaps && at.part & 8 << place) {
+        } else if (place < kXMaps && at.part & 8 << place) {
             const int32_t token = at.first + (at.part & ~((16 << place) - 1)); /* behind the wider boxes */
             const uint32_t x_to = to + token * kBlockK * 2;
             if (Cut::kCluster == 1)
@@ -100,8 +94,7 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
             b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
         }
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
-        __syncwarp();
-        if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
+        ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(2);
     }
@@ -275,24 +268,70 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, i
     ring.advance(b.line.stages);
 }
 
+__device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
+{
+    e.group = warpgroup;
+    e.staging = b.shared + b.layout.staging + warpgroup * kStagingBytes;
+    e.barriers = &b.barriers->staging[warpgroup];
+}
+
+__device__ __forceinline__ void read_notes(const block_t &b, int32_t stage, const tile_t &tile, epilogue_t &e)
+{
+    e.rows = b.rows_of(stage);
+    e.scales = b.scales_of(stage);
+    e.num_rows = tile.rows;
+    e.expert = tile.expert;
+}
+
+/* On tile t of the warpgroup's 64 weight rows; false when they are behind the last and the products of whatever the
+ * stages held. */
+template <typename Cut>
+__device__ __forceinline__ bool take_w_tile(const gemm_params_t &p, const weights_t &w, const block_t &b,
+                                            const tile_t &tile, int t, epilogue_t &e)
+{
+    const int32_t w_tile = b.first_w_tile<Cut>(tile) + e.group * Cut::kTiles + t;
+    e.col = w_tile * (p.gated ? EPMOEI_TILE_ROWS / 2 : EPMOEI_TILE_ROWS);
+    return w_tile < w.tiles;
+}
+
+/* One warp for a warpgroup of consumers. */
+template <typename Cut>
+__device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w, const block_t &b, int32_t warpgroup)
+{
+    epilogue_t e;
+    take_staging(b, warpgroup, e);
+    ring_t notes = {0, 0}, parts = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        read_notes(b, notes.stage, tile, e);
+#pragma unroll 1
+        for (int t = 0; t < Cut::kTiles; t++) {
+            if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
+            if (p.gated)
+                store_parts<4>(p, e, parts);
+            else
+                store_parts<8>(p, e, parts);
+        }
+        ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
+    }
+}
+
 template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t &w, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
     epilogue_t e;
-    e.group = threadIdx.x / kWarpgroup - 1;
     e.tid = threadIdx.x % kWarpgroup;
-    e.staging = b.shared + b.layout.staging + e.group * kStagingBytes;
-    ring_t ring = {0, 0}, notes = {0, 0};
+    take_staging(b, threadIdx.x / kWarpgroup - 1, e);
+    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(2)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
-        e.rows = b.rows_of(notes.stage);
-        e.scales = b.scales_of(notes.stage);
-        e.num_rows = tile.rows;
-        e.expert = tile.expert;
+        read_notes(b, notes.stage, tile, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
@@ -328,14 +367,11 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         }
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
-            const int32_t w_tile = b.first_w_tile<Cut>(tile) + e.group * Cut::kTiles + t;
-            if (w_tile >= w.tiles) continue; /* products of whatever the stage held */
-            e.col = w_tile * (p.gated ? EPMOEI_TILE_ROWS / 2 : EPMOEI_TILE_ROWS);
+            if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
             load_bias(p, e);
-            store_tile<__nv_bfloat16>(p, b.line.way, e, acc[t]);
+            finish_tile<__nv_bfloat16>(p, b.line.way, e, acc[t], parts);
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+        ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
 }
 
@@ -356,8 +392,13 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * Cut::kCluster);
         }
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
+                              2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+            for (int part = 0; part < kStagingParts; part++) {
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
+            }
         }
         ptx_fence_barrier_init();
     }
@@ -376,10 +417,12 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<Cut::kProducerRegisters>();
         const int warp = threadIdx.x / 32;
-        if (warp < 2)
-            produce<Cut>(p, w, b, &x_maps, warp == 0);
-        else if (warp == 2)
+        if (warp == 0)
+            produce<Cut>(p, w, b, &x_maps);
+        else if (warp == 1)
             scout<Cut>(p, b);
+        else if (line.way != WAY_ANY)
+            store<Cut>(p, w, b, warp - 2);
     } else {
         ptx_setmaxnreg_inc<Cut::kRegisters>();
         consume<kKind, Cut>(p, w, b);
