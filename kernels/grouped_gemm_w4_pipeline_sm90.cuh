@@ -15,21 +15,22 @@ constexpr int kBlockK = 64; /* 128 bytes of x: one row of the swizzle; one block
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 constexpr int kMostStages = 16;
-static_assert(kBlockK == EPMOEI_TILE_COLS, "a step is one block of codes");
+static_assert(kBlockK == EPMOEI_TILE_COLS, "x comes in the blocks of the codes");
 
-/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kBlocks: of an SM. kCluster: blocks
- * that share their tokens, 1 or 2. kStep: widths are multiples of it. kRegisters: of a consumer's thread, and of a
- * producer's; all together no more than the block starts with, as no others come free. */
+/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kDepth: blocks of 64 columns in a
+ * stage. kBlocks: of an SM. kCluster: blocks that share their tokens, 1 or 2. kStep: widths are multiples of it.
+ * kRegisters: of a consumer's thread, and of a producer's; all together no more than the block starts with, as no
+ * others come free. */
 struct narrow_t {
-    static constexpr int kTiles = 2, kMaxN = 32, kBlocks = 2, kCluster = 1, kStep = 8;
+    static constexpr int kTiles = 2, kMaxN = 32, kDepth = 2, kBlocks = 2, kCluster = 1, kStep = 8;
     static constexpr int kRegisters = 96, kProducerRegisters = 48;
 };
 struct middle_t {
-    static constexpr int kTiles = 2, kMaxN = 128, kBlocks = 1, kCluster = 1, kStep = 16;
+    static constexpr int kTiles = 2, kMaxN = 128, kDepth = 2, kBlocks = 1, kCluster = 1, kStep = 16;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
 };
 struct wide_t {
-    static constexpr int kTiles = 1, kMaxN = 256, kBlocks = 1, kCluster = 2, kStep = 16;
+    static constexpr int kTiles = 1, kMaxN = 256, kDepth = 1, kBlocks = 1, kCluster = 2, kStep = 16;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
 };
 
@@ -39,11 +40,12 @@ struct weights_t {
     const char *scales;
     const char *zeros; /* NULL = 8 */
     int32_t tiles;     /* of 64 rows, of an expert */
-    int32_t steps;     /* blocks of 64 columns */
+    int32_t blocks;    /* of 64 columns */
     int32_t groups;
-    int32_t group_steps;  /* steps of a group; 0 when a step has two groups */
+    int32_t group_blocks; /* blocks of a group; 0 when a block has two groups */
     int32_t scales_bytes; /* of 64 rows and one group */
     epmoe_dtype_t scales_dtype;
+    uint32_t base; /* 128 twice as bf16, which the compiler would not keep in a register if it knew */
 };
 
 struct pipeline_t {
@@ -82,50 +84,24 @@ struct barriers_t {
     int32_t warp_sums[kThreads / 32];
 };
 
-/* Byte offsets. A stage: tokens; codes, scales, zeros, each of all tiles of the block. Shared memory: stages, staging
- * of two warpgroups, notes of two tiles, barriers, tile list. */
+/* Byte offsets. A stage: tokens [kDepth][max_n], codes [tile][kDepth], scales and zeros [tile][group] of the groups
+ * that begin in it. Shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
 struct shared_layout {
     int32_t codes, scales, zeros, stage_bytes;
     int32_t staging, notes, notes_bytes, barriers, cumulative;
-    __host__ __device__ shared_layout(const pipeline_t &l, const weights_t &w, int32_t block_tiles)
+    __host__ __device__ shared_layout(const pipeline_t &l, const weights_t &w, int32_t block_tiles, int32_t depth)
     {
-        const int32_t step_groups = w.group_steps ? 1 : 2;
-        codes = l.max_n * kBlockK * 2;
-        scales = codes + block_tiles * EPMOEI_TILE_BYTES;
-        zeros = scales + block_tiles * step_groups * w.scales_bytes;
-        stage_bytes = zeros + (w.zeros ? block_tiles * step_groups * EPMOEI_TILE_ROWS : 0);
+        const int32_t groups = block_tiles * (w.group_blocks ? depth : 2 * depth);
+        codes = depth * l.max_n * kBlockK * 2;
+        scales = codes + block_tiles * depth * EPMOEI_TILE_BYTES;
+        zeros = scales + groups * w.scales_bytes;
+        stage_bytes = zeros + (w.zeros ? groups * EPMOEI_TILE_ROWS : 0);
         stage_bytes = (stage_bytes + 1023) / 1024 * 1024; /* the swizzle counts from multiples of 1024 */
         staging = l.stages * stage_bytes;
         notes = staging + 2 * kStagingBytes;
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
         barriers = notes + 2 * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
-    }
-};
-
-/* The groups whose scales a step needs and does not have yet. A step has one at its beginning, or none, or two. */
-struct group_walk_t {
-    int32_t first;
-    int32_t count;
-    int32_t left; /* steps until the next group, counting this one */
-
-    __device__ __forceinline__ void begin(const weights_t &w)
-    {
-        first = 0;
-        count = w.group_steps ? 1 : min(2, w.groups);
-        left = w.group_steps;
-    }
-    __device__ __forceinline__ void advance(const weights_t &w)
-    {
-        if (!w.group_steps) {
-            first += 2;
-            count = min(2, w.groups - first);
-        } else if (--left == 0) {
-            first++;
-            count = 1;
-            left = w.group_steps;
-        } else
-            count = 0;
     }
 };
 
@@ -187,17 +163,36 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const block_
     return tile;
 }
 
-/* The steps of this block's tiles in order, and what the copies of a step need. */
+/* The stages of this block's tiles in order, and what their copies need. */
 template <typename Cut> struct walk_t {
     int64_t index;
     tile_t tile;
-    int32_t step;
-    group_walk_t group;
-    int64_t w_tile;  /* of all experts' tiles of 64 rows */
-    int32_t w_tiles; /* of this block; 0 when its rows are all behind the last */
-    int32_t first;   /* this block's part of the tile's tokens */
+    int32_t block;        /* first one of 64 columns, */
+    int32_t blocks;       /* of this stage */
+    int32_t group;        /* first one that begins in this stage, */
+    int32_t groups;       /* and how many do */
+    int32_t group_blocks; /* from the end of this stage to the beginning of the next group */
+    int64_t w_tile;       /* of all experts' tiles of 64 rows */
+    int32_t w_tiles;      /* of this block; 0 when its rows are all behind the last */
+    int32_t first;        /* this block's part of the tile's tokens */
     int32_t part;
 
+    __device__ __forceinline__ void take(const weights_t &w)
+    {
+        blocks = min(Cut::kDepth, w.blocks - block);
+        if (!w.group_blocks) {
+            group = 2 * block;
+            groups = min(2 * blocks, w.groups - group);
+            return;
+        }
+        group += groups;
+        groups = 0;
+#pragma unroll
+        for (int d = 0; d < Cut::kDepth; d++) {
+            if (group_blocks == 0 && d < blocks) groups++, group_blocks = w.group_blocks;
+            group_blocks--;
+        }
+    }
     /* On the tile at index or the next one that has rows; false behind the last. */
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const weights_t &w, const block_t &b)
     {
@@ -206,20 +201,21 @@ template <typename Cut> struct walk_t {
             if (tile.rows == 0) continue;
             const int32_t first_tile = b.first_w_tile<Cut>(tile);
             const int32_t half = Cut::kCluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
-            step = 0;
-            group.begin(w);
+            block = group = groups = group_blocks = 0;
             w_tile = (int64_t)tile.expert * w.tiles + first_tile;
             w_tiles = max(0, min(2 * Cut::kTiles, w.tiles - first_tile));
             first = b.rank * half;
             part = b.rank == 0 ? half : tile.width - half;
+            take(w);
             return true;
         }
         return false;
     }
     __device__ __forceinline__ bool advance(const gemm_params_t &p, const weights_t &w, const block_t &b)
     {
-        if (++step < w.steps) {
-            group.advance(w);
+        block += Cut::kDepth;
+        if (block < w.blocks) {
+            take(w);
             return true;
         }
         index += b.tile_step;

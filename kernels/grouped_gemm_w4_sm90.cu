@@ -31,41 +31,45 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* One warp: lanes 0.. copy codes, 8.. scales, 16.. zeros, one tile of 64 rows each, and 24.. boxes of x. */
+/* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
+ */
 template <typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
                                         const x_maps_t *x_maps)
 {
-    const int lane = threadIdx.x % 32, kind = lane / 8, place = lane % 8;
+    static_assert(2 * Cut::kTiles <= 4 && 16 + Cut::kDepth * kXMaps <= 32, "lanes enough");
+    const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
+    const int box = (lane - 16) % kXMaps, depth = (lane - 16) / kXMaps;
+    const bool copies_x = lane >= 16 && depth < Cut::kDepth;
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
     const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
-    const int32_t slot = unit * (kind == 0 || w.group_steps ? 1 : 2);
-    const int32_t target = (kind == 0 ? b.layout.codes : kind == 1 ? b.layout.scales : b.layout.zeros) + place * slot;
+    const int32_t slot = unit * Cut::kDepth * (kind == 0 || w.group_blocks ? 1 : 2);
+    const int32_t target = (kind == 0 ? b.layout.codes : kind == 1 ? b.layout.scales : b.layout.zeros) + w_place * slot;
+    const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
     ring_t ring = {0, 0};
     walk_t<Cut> at;
     at.index = b.first_tile;
     for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
         const uint32_t to = b.base + ring.stage * b.layout.stage_bytes, done = full + 8 * ring.stage;
-        const int32_t count = kind == 0 ? 1 : kind == 1 || w.zeros ? at.group.count : 0;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (lane == 0) {
-            const int32_t each =
-                EPMOEI_TILE_BYTES + at.group.count * (w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0));
-            ptx_mbarrier_arrive_expect(done, at.w_tiles * each + at.tile.width * kBlockK * 2);
-        }
+        if (lane == 0)
+            ptx_mbarrier_arrive_expect(done, at.w_tiles * (at.blocks * EPMOEI_TILE_BYTES + at.groups * group_bytes) +
+                                                 Cut::kDepth * at.tile.width * kBlockK * 2);
         __syncwarp();
         if (kind < 3) {
-            const int64_t tile = at.w_tile + place;
-            const int64_t from = kind == 0 ? tile * w.steps + at.step : tile * w.groups + at.group.first;
-            if (place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
-        } else if (place < kXMaps && at.part & 8 << place) {
-            const int32_t token = at.first + (at.part & ~((16 << place) - 1)); /* behind the wider boxes */
-            const uint32_t x_to = to + token * kBlockK * 2;
+            const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
+            const int64_t tile = at.w_tile + w_place;
+            const int64_t from = kind == 0 ? tile * w.blocks + at.block : tile * w.groups + at.group;
+            if (w_place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
+        } else if (copies_x && at.part & 8 << box) {
+            const int32_t token = at.first + (at.part & ~((16 << box) - 1)); /* behind the wider boxes */
+            const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + token;
+            const uint32_t x_to = to + (depth * b.line.max_n + token) * kBlockK * 2;
             if (Cut::kCluster == 1)
-                ptx_tma_load_2d(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token);
+                ptx_tma_load_2d(x_to, &x_maps->map[box], done, col, row);
             else
-                ptx_tma_load_2d_multicast(x_to, &x_maps->map[place], done, at.step * kBlockK, at.tile.row + token, 3);
+                ptx_tma_load_2d_multicast(x_to, &x_maps->map[box], done, col, row, 3);
         }
         __syncwarp();
     }
@@ -100,22 +104,42 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
     }
 }
 
-/* Where this thread says that its warp has read a stage: lane i to block i of the cluster, whose copies will overwrite
- * the stage. The release is one predicated instruction: a branch between two wgmma would make the compiler wait for the
- * first of them before the second. */
-template <typename Cut> __device__ __forceinline__ uint32_t empty_barriers(const block_t &b)
-{
-    const uint32_t own = ptx_shared_address(b.barriers->empty);
-    return Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster);
-}
-template <typename Cut> __device__ __forceinline__ void release(uint32_t empty)
-{
-    ptx_mbarrier_arrive_if(empty, threadIdx.x % 32 < Cut::kCluster);
-}
-
-/* How scales lie: W4 with one group for whole steps of 64 columns, W4 with two groups in a step, MXFP4, which always
+/* How scales lie: W4 with a group for whole blocks of 64 columns, W4 with two groups in a block, MXFP4, which always
  * has two. */
 enum kind_t { W4_LONG, W4_SHORT, MXFP4 };
+
+/* A consumer's place in the ring of stages. */
+struct place_t {
+    uint32_t base;   /* address of the stage */
+    uint32_t full;   /* and of its barrier */
+    uint32_t parity; /* of the phase to wait for */
+
+    __device__ __forceinline__ void begin(const block_t &b)
+    {
+        base = b.base;
+        full = ptx_shared_address(b.barriers->full);
+        parity = 0;
+    }
+    __device__ __forceinline__ void advance(const block_t &b, bool really)
+    {
+        const uint32_t next = base + b.layout.stage_bytes;
+        const bool wraps = next == b.base + b.layout.staging;
+        const uint32_t first_full = ptx_shared_address(b.barriers->full);
+        if (really) {
+            base = wraps ? b.base : next;
+            full = wraps ? first_full : full + 8;
+            parity ^= wraps;
+        }
+    }
+};
+
+/* From the barrier of a full stage to where this thread says that its warp has read it: lane i to block i of the
+ * cluster, whose copies will overwrite it. */
+template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const block_t &b)
+{
+    const uint32_t own = ptx_shared_address(b.barriers->empty), full = ptx_shared_address(b.barriers->full);
+    return (Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster)) - full;
+}
 
 /* Of this thread's two rows in 64, lane/4 and 8 below, as pairs of the same bf16 twice. */
 struct group_t {
@@ -123,149 +147,162 @@ struct group_t {
     uint32_t zero[2]; /* W4: 128 + zero */
 };
 
-__device__ __forceinline__ uint32_t bf16_twice(float value)
+/* Two scales of W4 as bf16. */
+__device__ __forceinline__ uint32_t load_scales(const weights_t &w, uint32_t from)
 {
-    const __nv_bfloat162 pair = __float2bfloat162_rn(value);
-    return *(const uint32_t *)&pair;
+    if (w.scales_dtype == EPMOE_BF16) return ptx_load_shared_4(from);
+    float scale[2];
+    if (w.scales_dtype == EPMOE_F32) {
+        uint32_t bits[2];
+        ptx_load_shared_8(bits, from);
+        scale[0] = __uint_as_float(bits[0]), scale[1] = __uint_as_float(bits[1]);
+    } else {
+        const bool half = w.scales_dtype == EPMOE_F16;
+        const uint32_t bits = half ? ptx_load_shared_4(from) : ptx_load_shared_2(from);
+        scale[0] = quant_scale(half ? bits & 0xFFFF : bits & 0xFF, w.scales_dtype);
+        scale[1] = quant_scale(half ? bits >> 16 : bits >> 8, w.scales_dtype);
+    }
+    return pack_pair(scale[0], scale[1], __nv_bfloat16());
 }
 
-/* From 64 scales and 64 zeros in shared memory; `pair` is the place of this thread's two in units of two. */
 template <kind_t kKind>
-__device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint32_t scales, uint32_t zeros, int pair)
+__device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint32_t scales, uint32_t zeros)
 {
+    uint32_t both;
     if constexpr (kKind == MXFP4) {
         /* bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16 has. */
-        const uint32_t codes = __byte_perm(ptx_load_shared_2(scales + 2 * pair), 0, 0x4140);
-        const uint32_t factors = __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
-        g.scale[0] = __byte_perm(factors, 0, 0x1010);
-        g.scale[1] = __byte_perm(factors, 0, 0x3232);
-        return;
+        const uint32_t codes = __byte_perm(ptx_load_shared_2(scales), 0, 0x4140);
+        both = __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
+    } else
+        both = load_scales(w, scales);
+    g.scale[0] = __byte_perm(both, 0, 0x1010);
+    g.scale[1] = __byte_perm(both, 0, 0x3232);
+    if constexpr (kKind != MXFP4) {
+        const uint32_t zero = w.zeros ? ptx_load_shared_2(zeros) : 0x0808u;
+        g.zero[0] = __byte_perm(zero, 0x43, 0x4040);
+        g.zero[1] = __byte_perm(zero, 0x43, 0x4141);
     }
-    if (w.scales_dtype == EPMOE_BF16) {
-        const uint32_t both = ptx_load_shared_4(scales + 4 * pair);
-        g.scale[0] = __byte_perm(both, 0, 0x1010);
-        g.scale[1] = __byte_perm(both, 0, 0x3232);
-    } else if (w.scales_dtype == EPMOE_F16) {
-        const uint32_t both = ptx_load_shared_4(scales + 4 * pair);
-        g.scale[0] = bf16_twice(quant_scale(both & 0xFFFF, EPMOE_F16));
-        g.scale[1] = bf16_twice(quant_scale(both >> 16, EPMOE_F16));
-    } else if (w.scales_dtype == EPMOE_F32) {
-        uint32_t both[2];
-        ptx_load_shared_8(both, scales + 8 * pair);
-        g.scale[0] = bf16_twice(__uint_as_float(both[0]));
-        g.scale[1] = bf16_twice(__uint_as_float(both[1]));
-    } else {
-        const uint32_t both = ptx_load_shared_2(scales + 2 * pair);
-        g.scale[0] = bf16_twice(quant_scale(both & 0xFF, EPMOE_F8_E8M0));
-        g.scale[1] = bf16_twice(quant_scale(both >> 8, EPMOE_F8_E8M0));
-    }
-    const uint32_t both = w.zeros ? ptx_load_shared_2(zeros + 2 * pair) : 0x0808u;
-    g.zero[0] = __byte_perm(both, 0x43, 0x4040);
-    g.zero[1] = __byte_perm(both, 0x43, 0x4141);
 }
 
-template <kind_t kKind> __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g)
+/* base: bf16's 128 twice, in a register: an instruction takes one constant alone. */
+template <kind_t kKind>
+__device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g, uint32_t base)
 {
     if constexpr (kKind == MXFP4)
         quant_mxfp4_bits(a, word);
     else
-        quant_w4_fragment<__nv_bfloat16>(a, word, g.zero);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            a[j] = quant_sub2(ptx_select_or(word >> (4 * j), 0x000F000Fu, base), g.zero[j & 1], __nv_bfloat16());
 #pragma unroll
     for (int j = 0; j < 4; j++) a[j] = quant_mul2(a[j], g.scale[j & 1], __nv_bfloat16());
 }
 
 /* This thread's codes of 64 columns, and the scales that they need. */
 template <kind_t kKind, typename Cut> struct codes_t {
-    static constexpr int kTiles = Cut::kTiles, kStepGroups = kKind == W4_LONG ? 1 : 2;
-    uint32_t codes, scales, zeros, full; /* addresses in stage 0 */
-    int pair;
+    static constexpr int kTiles = Cut::kTiles, kSlots = Cut::kDepth * (kKind == W4_LONG ? 1 : 2);
+    uint32_t codes, scales, zeros; /* of this thread, from the beginning of a stage */
     uint32_t words[kTiles][4];
     group_t groups[kTiles];
-    group_walk_t walk;
+    uint32_t base;
+    int32_t left; /* groups from this stage on, or, W4_LONG, that are still to be loaded */
+    int32_t wait; /* W4_LONG: blocks from the next on in which no group begins */
+    int32_t slot; /* W4_LONG: groups of this stage that are loaded */
 
     __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t warpgroup)
     {
-        const int tid = threadIdx.x % kWarpgroup, tile = warpgroup * kTiles;
-        codes = b.base + b.layout.codes + tile * EPMOEI_TILE_BYTES + 16 * tid;
-        scales = b.base + b.layout.scales + tile * kStepGroups * w.scales_bytes;
-        zeros = b.base + b.layout.zeros + tile * kStepGroups * EPMOEI_TILE_ROWS;
-        full = ptx_shared_address(b.barriers->full);
-        pair = tid / 32 * 8 + tid % 32 / 4;
-        walk.begin(w);
+        const int tid = threadIdx.x % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4, tile = warpgroup * kTiles;
+        codes = b.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
+        scales = b.layout.scales + tile * kSlots * w.scales_bytes + pair * (w.scales_bytes / 32);
+        zeros = b.layout.zeros + tile * kSlots * EPMOEI_TILE_ROWS + pair * 2;
+        base = w.base;
+        left = w.groups;
+        wait = slot = 0;
     }
-    /* Waits for a stage and takes its words. */
-    __device__ __forceinline__ void load(const block_t &b, const ring_t &ring)
+    __device__ __forceinline__ void load_words(uint32_t stage, int depth)
     {
-        wait_barrier(full + 8 * ring.stage, ring.parity);
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
-            ptx_load_shared_16(words[t], codes + ring.stage * b.layout.stage_bytes + t * EPMOEI_TILE_BYTES);
+            ptx_load_shared_16(words[t], stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
     }
-    __device__ __forceinline__ void load_groups(const weights_t &w, const block_t &b, const ring_t &ring, int i)
+    __device__ __forceinline__ void load_groups(const weights_t &w, uint32_t stage, int i)
     {
-        const uint32_t at = ring.stage * b.layout.stage_bytes;
-        i = min(i, walk.count - 1); /* behind the last column x is 0, and what it meets must be finite */
 #pragma unroll
         for (int t = 0; t < kTiles; t++)
-            load_group<kKind>(groups[t], w, scales + at + (t * kStepGroups + i) * w.scales_bytes,
-                              zeros + at + (t * kStepGroups + i) * EPMOEI_TILE_ROWS, pair);
+            load_group<kKind>(groups[t], w, stage + scales + (t * kSlots + i) * w.scales_bytes,
+                              stage + zeros + (t * kSlots + i) * EPMOEI_TILE_ROWS);
     }
-    /* 16 columns, in the order s = 0..3. new_group: W4_LONG's begins with them. */
-    __device__ __forceinline__ void make(uint32_t (&a)[kTiles][4], const weights_t &w, const block_t &b,
-                                         const ring_t &ring, int s, bool new_group)
+    /* At the beginning of a block; first: of a tile's first. */
+    __device__ __forceinline__ void take_group(const weights_t &w, uint32_t stage, bool first)
     {
-        if (kKind == W4_LONG ? new_group : s % 2 == 0) load_groups(w, b, ring, s / 2);
+        if (first || (wait == 0 && left > 0)) {
+            load_groups(w, stage, slot);
+            slot++;
+            left--;
+            wait = w.group_blocks;
+        }
+        wait--;
+    }
+    /* 16 columns of a stage, in the order s = 0, 1, ... */
+    __device__ __forceinline__ void make(uint32_t (&a)[kTiles][4], const weights_t &w, uint32_t stage, int s)
+    {
+        /* Behind the last column x is 0, and what it meets must be finite. */
+        if (kKind != W4_LONG && s % 2 == 0) load_groups(w, stage, min(s / 2, left - 1));
 #pragma unroll
-        for (int t = 0; t < kTiles; t++) dequantise<kKind>(a[t], words[t][s], groups[t]);
+        for (int t = 0; t < kTiles; t++) dequantise<kKind>(a[t], words[t][s % 4], groups[t], base);
     }
 };
 
-/* acc += w x^T over all of K, for tiles of kN tokens. While the tensor cores multiply 16 columns the next 16 are
- * dequantised into other registers, and the other warpgroup's product waits its turn. Nothing is under way from one
- * step to the next: the registers that it reads would be live in every other width's code too. */
+/* acc += w x^T over all of K, for tiles of kN tokens. 16 columns are dequantised while the tensor cores multiply those
+ * before: each has registers of its own until the product after it has begun and it is known to have ended. Nothing is
+ * under way from one stage to the next: the registers that it reads would be live in every other width's code too. */
 template <kind_t kKind, typename Cut, int kN>
-__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t warpgroup, ring_t &ring,
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t warpgroup, place_t &place,
                                          float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
 {
-    constexpr int kTiles = Cut::kTiles, kSteps = kBlockK / 16;
-    const uint32_t empty = empty_barriers<Cut>(b);
-    uint32_t a[kTiles][4];
+    constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
+    const uint32_t empty = empty_offset<Cut>(b);
+    uint32_t a[2][kTiles][4];
     codes_t<kKind, Cut> from;
     from.begin(w, b, warpgroup);
-    from.load(b, ring);
-    from.make(a, w, b, ring, 0, true);
-    for (int step = 1; step <= w.steps; step++) {
-        const uint64_t x = wgmma_descriptor(b.base + ring.stage * b.layout.stage_bytes);
-        const uint32_t done = empty + 8 * ring.stage;
+    wait_barrier(place.full, place.parity);
+    from.load_words(place.base, 0);
+    if (kKind == W4_LONG) from.take_group(w, place.base, true);
+    from.make(a[0], w, place.base, 0);
+    for (int block = Cut::kDepth;; block += Cut::kDepth) {
+        const uint32_t done = place.full + empty;
+        const bool more = block < w.blocks;
+        uint64_t x[Cut::kDepth];
+#pragma unroll
+        for (int d = 0; d < Cut::kDepth; d++) x[d] = wgmma_descriptor(place.base + d * b.line.max_n * kBlockK * 2);
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
-            uint32_t next[kTiles][4];
+            uint32_t(&next)[kTiles][4] = a[(s + 1) % 2];
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) ptx_define(a[s % 2][t]);
             ptx_wgmma_fence();
 #pragma unroll
-            for (int t = 0; t < kTiles; t++) ptx_wgmma_registers<kN>::run(acc[t], a[t], x + 2 * s);
+            for (int t = 0; t < kTiles; t++) ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t], x[s / 4] + 2 * (s % 4));
             ptx_wgmma_commit();
+            if (s > 0) ptx_wgmma_wait<1>();
             if (s == kSteps - 1) {
-                /* Behind the last step once more what is there already: a branch would cost more. */
-                ring_t following = ring;
-                following.advance(b.line.stages);
-                const bool more = step < w.steps;
-                ring.stage = more ? following.stage : ring.stage;
-                ring.parity = more ? following.parity : ring.parity;
-                if (more) from.walk.advance(w);
-                from.load(b, ring);
+                /* Behind the last stage once more what is there already: a branch would cost more. */
+                place.advance(b, more);
+                from.slot = 0;
+                if (kKind != W4_LONG && more) from.left -= 2 * Cut::kDepth;
+                wait_barrier(place.full, place.parity);
             }
-            from.make(next, w, b, ring, (s + 1) % kSteps, s == kSteps - 1 && from.walk.count > 0);
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) ptx_define(next[t]);
-            ptx_wgmma_wait<0>();
-#pragma unroll
-            for (int t = 0; t < kTiles; t++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) a[t][j] = next[t][j];
+            if (s % 4 == 3) {
+                from.load_words(place.base, (s + 1) / 4 % Cut::kDepth);
+                if (kKind == W4_LONG) from.take_group(w, place.base, false);
+            }
+            from.make(next, w, place.base, (s + 1) % kSteps);
         }
-        release<Cut>(done);
+        ptx_wgmma_wait<0>();
+        ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
+        if (!more) break;
     }
-    ring.advance(b.line.stages);
+    place.advance(b, true);
 }
 
 __device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
@@ -323,15 +360,14 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
-    epilogue_t e;
-    e.tid = threadIdx.x % kWarpgroup;
-    take_staging(b, threadIdx.x / kWarpgroup - 1, e);
-    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
+    const int32_t warpgroup = threadIdx.x / kWarpgroup - 1;
+    ring_t notes = {0, 0}, parts = {0, 0};
+    place_t place;
+    place.begin(b);
     for (;; notes.advance(2)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(b, notes.stage, tile, e);
+        const int32_t width = b.notes_of(notes.stage)->tile.width;
+        if (width == 0) return;
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
@@ -340,10 +376,10 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         for (int t = 0; t < Cut::kTiles; t++)
 #pragma unroll
             for (int i = 0; i < Cut::kMaxN / 2; i++) acc[t][i] = 0.0f;
-        switch (tile.width) {
+        switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, e.group, ring, acc);       \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, warpgroup, place, acc);    \
         break
             WIDTH(8);
             WIDTH(16);
@@ -365,6 +401,11 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
             WIDTH(256);
 #undef WIDTH
         }
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        epilogue_t e;
+        e.tid = threadIdx.x % kWarpgroup;
+        take_staging(b, warpgroup, e);
+        read_notes(b, notes.stage, tile, e);
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
             if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
@@ -382,7 +423,7 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
 {
     static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
     extern __shared__ __align__(1024) char shared[];
-    block_t b = {line, shared_layout(line, w, 2 * Cut::kTiles)};
+    block_t b = {line, shared_layout(line, w, 2 * Cut::kTiles, Cut::kDepth)};
     b.shared = shared;
     b.base = ptx_shared_address(shared);
     b.barriers = (barriers_t *)(shared + b.layout.barriers);
@@ -471,27 +512,28 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     w.scales = (const char *)weight->scales;
     w.zeros = (const char *)weight->zeros;
     w.tiles = (int32_t)tiles.tiles;
-    w.steps = (int32_t)tiles.blocks;
+    w.blocks = (int32_t)tiles.blocks;
     w.groups = (int32_t)tiles.groups;
     w.scales_bytes = EPMOEI_TILE_ROWS * (int32_t)epmoe_dtype_size(weight->scales_dtype);
     w.scales_dtype = weight->scales_dtype;
+    w.base = 0x43004300u;
     if (weight->format != EPMOE_FORMAT_MXFP4 && weight->group_size >= args->k)
-        w.group_steps = w.steps;
+        w.group_blocks = w.blocks;
     else if (weight->group_size % kBlockK == 0)
-        w.group_steps = weight->group_size / kBlockK;
+        w.group_blocks = weight->group_size / kBlockK;
     else
-        w.group_steps = 0;
+        w.group_blocks = 0;
     return w;
 }
 
 /* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
  * copies. */
-bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t block_tiles, int32_t limit, pipeline_t *line,
-                     int32_t *bytes)
+template <typename Cut>
+bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t limit, pipeline_t *line, int32_t *bytes)
 {
     const int32_t fewest = 3;
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line, *w, block_tiles).cumulative + (num_experts + 1) * 4;
+        *bytes = shared_layout(*line, *w, 2 * Cut::kTiles, Cut::kDepth).cumulative + (num_experts + 1) * 4;
         if (*bytes <= limit) return true;
     }
     return false;
@@ -515,8 +557,7 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     int32_t bytes = 0;
     line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
     line.way = epilogue_way(args);
-    while (!(*fits = choose_pipeline(&c->w, args->num_experts, 2 * Cut::kTiles, limit, &line, &bytes)) &&
-           line.max_n > 16)
+    while (!(*fits = choose_pipeline<Cut>(&c->w, args->num_experts, limit, &line, &bytes)) && line.max_n > 16)
         line.max_n -= 16;
     if (!*fits) return EPMOE_OK;
 
@@ -581,5 +622,5 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
         c.x_rows = args->max_rows;
     }
     if (args->weight.format == EPMOE_FORMAT_MXFP4) return launch<MXFP4>(&c);
-    return c.w.group_steps ? launch<W4_LONG>(&c) : launch<W4_SHORT>(&c);
+    return c.w.group_blocks ? launch<W4_LONG>(&c) : launch<W4_SHORT>(&c);
 }

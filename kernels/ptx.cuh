@@ -42,6 +42,14 @@ __device__ __forceinline__ float ptx_max_nan(float a, float b)
     return r;
 }
 
+/* (a & mask) | b in one instruction; b should be in a register, as there is room for one constant. */
+__device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uint32_t b)
+{
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(b));
+    return r;
+}
+
 /* Within 2 ulp; subnormal results are 0. */
 __device__ __forceinline__ float ptx_exp2(float x)
 {
