@@ -48,10 +48,27 @@ struct weights_t {
     uint32_t base; /* 128 twice as bf16, which the compiler would not keep in a register if it knew */
 };
 
+/* Byte offsets, made on the host so that they are constants to the kernel. */
+struct shared_layout_t {
+    /* A stage: tokens [kDepth][max_n], codes [tile][kDepth], scales and zeros [tile][group] of the groups that begin in
+     * it. */
+    int32_t codes;
+    int32_t scales;
+    int32_t zeros;
+    int32_t stage_bytes;
+    /* Shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
+    int32_t staging;
+    int32_t notes;
+    int32_t notes_bytes;
+    int32_t barriers;
+    int32_t cumulative;
+};
+
 struct pipeline_t {
     int32_t max_n;  /* most tokens of a tile: a multiple of 16 */
     int32_t stages; /* <= kMostStages */
     int32_t way;    /* epilogue_way_t */
+    shared_layout_t layout;
 };
 
 /* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
@@ -84,26 +101,22 @@ struct barriers_t {
     int32_t warp_sums[kThreads / 32];
 };
 
-/* Byte offsets. A stage: tokens [kDepth][max_n], codes [tile][kDepth], scales and zeros [tile][group] of the groups
- * that begin in it. Shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
-struct shared_layout {
-    int32_t codes, scales, zeros, stage_bytes;
-    int32_t staging, notes, notes_bytes, barriers, cumulative;
-    __host__ __device__ shared_layout(const pipeline_t &l, const weights_t &w, int32_t block_tiles, int32_t depth)
-    {
-        const int32_t groups = block_tiles * (w.group_blocks ? depth : 2 * depth);
-        codes = depth * l.max_n * kBlockK * 2;
-        scales = codes + block_tiles * depth * EPMOEI_TILE_BYTES;
-        zeros = scales + groups * w.scales_bytes;
-        stage_bytes = zeros + (w.zeros ? groups * EPMOEI_TILE_ROWS : 0);
-        stage_bytes = (stage_bytes + 1023) / 1024 * 1024; /* the swizzle counts from multiples of 1024 */
-        staging = l.stages * stage_bytes;
-        notes = staging + 2 * kStagingBytes;
-        notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
-        barriers = notes + 2 * notes_bytes;
-        cumulative = barriers + (int32_t)sizeof(barriers_t);
-    }
-};
+template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const weights_t *w)
+{
+    const int32_t tiles = 2 * Cut::kTiles, groups = tiles * Cut::kDepth * (w->group_blocks ? 1 : 2);
+    shared_layout_t layout;
+    layout.codes = Cut::kDepth * l->max_n * kBlockK * 2;
+    layout.scales = layout.codes + tiles * Cut::kDepth * EPMOEI_TILE_BYTES;
+    layout.zeros = layout.scales + groups * w->scales_bytes;
+    /* The swizzle counts from multiples of 1024. */
+    layout.stage_bytes = (int32_t)epmoei_round_up(layout.zeros + (w->zeros ? groups * EPMOEI_TILE_ROWS : 0), 1024);
+    layout.staging = l->stages * layout.stage_bytes;
+    layout.notes = layout.staging + 2 * kStagingBytes;
+    layout.notes_bytes = (int32_t)sizeof(notes_t) + 3 * l->max_n * 4;
+    layout.barriers = layout.notes + 2 * layout.notes_bytes;
+    layout.cumulative = layout.barriers + (int32_t)sizeof(barriers_t);
+    return layout;
+}
 
 template <typename Cut> __device__ __forceinline__ int32_t round_width(int32_t rows)
 {
@@ -112,8 +125,7 @@ template <typename Cut> __device__ __forceinline__ int32_t round_width(int32_t r
 
 /* What every role needs. */
 struct block_t {
-    pipeline_t line;
-    shared_layout layout;
+    const pipeline_t &line;
     char *shared;
     uint32_t base; /* of the stages */
     barriers_t *barriers;
@@ -126,7 +138,7 @@ struct block_t {
 
     __device__ __forceinline__ notes_t *notes_of(int32_t i) const
     {
-        return (notes_t *)(shared + layout.notes + i * layout.notes_bytes);
+        return (notes_t *)(shared + line.layout.notes + i * line.layout.notes_bytes);
     }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
     __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }

@@ -25,10 +25,11 @@
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
+/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. Addresses here are
+ * below 2^18, of which the instruction takes all but the last four bits. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 {
-    return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | (shared >> 4 | 1 << 16);
 }
 
 /* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
@@ -45,13 +46,16 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
     const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
     const int32_t slot = unit * Cut::kDepth * (kind == 0 || w.group_blocks ? 1 : 2);
-    const int32_t target = (kind == 0 ? b.layout.codes : kind == 1 ? b.layout.scales : b.layout.zeros) + w_place * slot;
+    const int32_t target = (kind == 0   ? b.line.layout.codes
+                            : kind == 1 ? b.line.layout.scales
+                                        : b.line.layout.zeros) +
+                           w_place * slot;
     const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
     ring_t ring = {0, 0};
     walk_t<Cut> at;
     at.index = b.first_tile;
     for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
-        const uint32_t to = b.base + ring.stage * b.layout.stage_bytes, done = full + 8 * ring.stage;
+        const uint32_t to = b.base + ring.stage * b.line.layout.stage_bytes, done = full + 8 * ring.stage;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
         if (lane == 0)
             ptx_mbarrier_arrive_expect(done, at.w_tiles * (at.blocks * EPMOEI_TILE_BYTES + at.groups * group_bytes) +
@@ -122,8 +126,8 @@ struct place_t {
     }
     __device__ __forceinline__ void advance(const block_t &b, bool really)
     {
-        const uint32_t next = base + b.layout.stage_bytes;
-        const bool wraps = next == b.base + b.layout.staging;
+        const uint32_t next = base + b.line.layout.stage_bytes;
+        const bool wraps = next == b.base + b.line.layout.staging;
         const uint32_t first_full = ptx_shared_address(b.barriers->full);
         if (really) {
             base = wraps ? b.base : next;
@@ -147,10 +151,9 @@ struct group_t {
     uint32_t zero[2]; /* W4: 128 + zero */
 };
 
-/* Two scales of W4 as bf16. */
+/* Two scales of W4, of any type but bf16, as bf16. */
 __device__ __forceinline__ uint32_t load_scales(const weights_t &w, uint32_t from)
 {
-    if (w.scales_dtype == EPMOE_BF16) return ptx_load_shared_4(from);
     float scale[2];
     if (w.scales_dtype == EPMOE_F32) {
         uint32_t bits[2];
@@ -165,23 +168,12 @@ __device__ __forceinline__ uint32_t load_scales(const weights_t &w, uint32_t fro
     return pack_pair(scale[0], scale[1], __nv_bfloat16());
 }
 
-template <kind_t kKind>
-__device__ __forceinline__ void load_group(group_t &g, const weights_t &w, uint32_t scales, uint32_t zeros)
+/* Two scales of MXFP4 as bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16
+ * has. */
+__device__ __forceinline__ uint32_t load_exponents(uint32_t from)
 {
-    uint32_t both;
-    if constexpr (kKind == MXFP4) {
-        /* bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16 has. */
-        const uint32_t codes = __byte_perm(ptx_load_shared_2(scales), 0, 0x4140);
-        both = __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
-    } else
-        both = load_scales(w, scales);
-    g.scale[0] = __byte_perm(both, 0, 0x1010);
-    g.scale[1] = __byte_perm(both, 0, 0x3232);
-    if constexpr (kKind != MXFP4) {
-        const uint32_t zero = w.zeros ? ptx_load_shared_2(zeros) : 0x0808u;
-        g.zero[0] = __byte_perm(zero, 0x43, 0x4040);
-        g.zero[1] = __byte_perm(zero, 0x43, 0x4141);
-    }
+    const uint32_t codes = __byte_perm(ptx_load_shared_2(from), 0, 0x4140);
+    return __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
 }
 
 /* base: bf16's 128 twice, in a register: an instruction takes one constant alone. */
@@ -205,19 +197,17 @@ template <kind_t kKind, typename Cut> struct codes_t {
     uint32_t words[kTiles][4];
     group_t groups[kTiles];
     uint32_t base;
-    int32_t left; /* groups from this stage on, or, W4_LONG, that are still to be loaded */
-    int32_t wait; /* W4_LONG: blocks from the next on in which no group begins */
-    int32_t slot; /* W4_LONG: groups of this stage that are loaded */
+    int32_t left; /* W4_LONG: blocks until the next group begins; else groups from this stage on */
 
-    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t warpgroup)
+    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
     {
-        const int tid = threadIdx.x % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4, tile = warpgroup * kTiles;
-        codes = b.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
-        scales = b.layout.scales + tile * kSlots * w.scales_bytes + pair * (w.scales_bytes / 32);
-        zeros = b.layout.zeros + tile * kSlots * EPMOEI_TILE_ROWS + pair * 2;
+        const int tid = thread % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4;
+        const int tile = (thread / kWarpgroup - 1) * kTiles;
+        codes = b.line.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
+        scales = b.line.layout.scales + tile * kSlots * w.scales_bytes + pair * (w.scales_bytes / 32);
+        zeros = b.line.layout.zeros + tile * kSlots * EPMOEI_TILE_ROWS + pair * 2;
         base = w.base;
-        left = w.groups;
-        wait = slot = 0;
+        left = kKind == W4_LONG ? 0 : w.groups;
     }
     __device__ __forceinline__ void load_words(uint32_t stage, int depth)
     {
@@ -225,23 +215,38 @@ template <kind_t kKind, typename Cut> struct codes_t {
         for (int t = 0; t < kTiles; t++)
             ptx_load_shared_16(words[t], stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
     }
-    __device__ __forceinline__ void load_groups(const weights_t &w, uint32_t stage, int i)
+    __device__ __forceinline__ void load_groups(const weights_t &w, uint32_t stage, int slot)
     {
+        const uint32_t scale = stage + scales + slot * w.scales_bytes, step = kSlots * w.scales_bytes;
+        uint32_t both[kTiles];
+        if (kKind == MXFP4)
 #pragma unroll
-        for (int t = 0; t < kTiles; t++)
-            load_group<kKind>(groups[t], w, stage + scales + (t * kSlots + i) * w.scales_bytes,
-                              stage + zeros + (t * kSlots + i) * EPMOEI_TILE_ROWS);
-    }
-    /* At the beginning of a block; first: of a tile's first. */
-    __device__ __forceinline__ void take_group(const weights_t &w, uint32_t stage, bool first)
-    {
-        if (first || (wait == 0 && left > 0)) {
-            load_groups(w, stage, slot);
-            slot++;
-            left--;
-            wait = w.group_blocks;
+            for (int t = 0; t < kTiles; t++) both[t] = load_exponents(scale + t * step);
+        else if (w.scales_dtype == EPMOE_BF16)
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) both[t] = ptx_load_shared_4(scale + t * step);
+        else
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) both[t] = load_scales(w, scale + t * step);
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+            groups[t].scale[0] = __byte_perm(both[t], 0, 0x1010);
+            groups[t].scale[1] = __byte_perm(both[t], 0, 0x3232);
+            if (kKind == MXFP4) continue;
+            const uint32_t zero = stage + zeros + (t * kSlots + slot) * EPMOEI_TILE_ROWS;
+            const uint32_t pair = w.zeros ? ptx_load_shared_2(zero) : 0x0808u;
+            groups[t].zero[0] = __byte_perm(pair, 0x43, 0x4040);
+            groups[t].zero[1] = __byte_perm(pair, 0x43, 0x4141);
         }
-        wait--;
+    }
+    /* W4_LONG, before block `depth` of a stage, if it is one at all: its group, if that begins there. */
+    __device__ __forceinline__ void take_group(const weights_t &w, uint32_t stage, int depth, bool really)
+    {
+        if (really && left == 0) {
+            load_groups(w, stage, w.group_blocks == 1 ? depth : 0);
+            left = w.group_blocks;
+        }
+        left--;
     }
     /* 16 columns of a stage, in the order s = 0, 1, ... */
     __device__ __forceinline__ void make(uint32_t (&a)[kTiles][4], const weights_t &w, uint32_t stage, int s)
@@ -257,24 +262,25 @@ template <kind_t kKind, typename Cut> struct codes_t {
  * before: each has registers of its own until the product after it has begun and it is known to have ended. Nothing is
  * under way from one stage to the next: the registers that it reads would be live in every other width's code too. */
 template <kind_t kKind, typename Cut, int kN>
-__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, int32_t warpgroup, place_t &place,
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, place_t &place,
                                          float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
 {
     constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
     const uint32_t empty = empty_offset<Cut>(b);
     uint32_t a[2][kTiles][4];
     codes_t<kKind, Cut> from;
-    from.begin(w, b, warpgroup);
+    from.begin(w, b, ptx_thread_index());
     wait_barrier(place.full, place.parity);
     from.load_words(place.base, 0);
-    if (kKind == W4_LONG) from.take_group(w, place.base, true);
+    if (kKind == W4_LONG) {
+        from.load_groups(w, place.base, 0);
+        from.left = w.group_blocks - 1;
+    }
     from.make(a[0], w, place.base, 0);
     for (int block = Cut::kDepth;; block += Cut::kDepth) {
         const uint32_t done = place.full + empty;
         const bool more = block < w.blocks;
-        uint64_t x[Cut::kDepth];
-#pragma unroll
-        for (int d = 0; d < Cut::kDepth; d++) x[d] = wgmma_descriptor(place.base + d * b.line.max_n * kBlockK * 2);
+        const uint32_t x = place.base;
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
             uint32_t(&next)[kTiles][4] = a[(s + 1) % 2];
@@ -282,19 +288,22 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, i
             for (int t = 0; t < kTiles; t++) ptx_define(a[s % 2][t]);
             ptx_wgmma_fence();
 #pragma unroll
-            for (int t = 0; t < kTiles; t++) ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t], x[s / 4] + 2 * (s % 4));
+            for (int t = 0; t < kTiles; t++)
+                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t],
+                                             wgmma_descriptor(x + s / 4 * b.line.max_n * (kBlockK * 2) + s % 4 * 32));
             ptx_wgmma_commit();
             if (s > 0) ptx_wgmma_wait<1>();
             if (s == kSteps - 1) {
                 /* Behind the last stage once more what is there already: a branch would cost more. */
                 place.advance(b, more);
-                from.slot = 0;
                 if (kKind != W4_LONG && more) from.left -= 2 * Cut::kDepth;
                 wait_barrier(place.full, place.parity);
             }
             if (s % 4 == 3) {
-                from.load_words(place.base, (s + 1) / 4 % Cut::kDepth);
-                if (kKind == W4_LONG) from.take_group(w, place.base, false);
+                const int depth = (s + 1) / 4 % Cut::kDepth;
+                from.load_words(place.base, depth);
+                if (kKind == W4_LONG)
+                    from.take_group(w, place.base, depth, depth == 0 ? more : block - Cut::kDepth + depth < w.blocks);
             }
             from.make(next, w, place.base, (s + 1) % kSteps);
         }
@@ -308,7 +317,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, i
 __device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
 {
     e.group = warpgroup;
-    e.staging = b.shared + b.layout.staging + warpgroup * kStagingBytes;
+    e.staging = b.shared + b.line.layout.staging + warpgroup * kStagingBytes;
     e.barriers = &b.barriers->staging[warpgroup];
 }
 
@@ -360,7 +369,6 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
-    const int32_t warpgroup = threadIdx.x / kWarpgroup - 1;
     ring_t notes = {0, 0}, parts = {0, 0};
     place_t place;
     place.begin(b);
@@ -379,7 +387,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, warpgroup, place, acc);    \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, place, acc);               \
         break
             WIDTH(8);
             WIDTH(16);
@@ -402,9 +410,10 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 #undef WIDTH
         }
         const tile_t tile = b.notes_of(notes.stage)->tile;
+        const int32_t thread = ptx_thread_index();
         epilogue_t e;
-        e.tid = threadIdx.x % kWarpgroup;
-        take_staging(b, warpgroup, e);
+        e.tid = thread % kWarpgroup;
+        take_staging(b, thread / kWarpgroup - 1, e);
         read_notes(b, notes.stage, tile, e);
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
@@ -423,10 +432,9 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
 {
     static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
     extern __shared__ __align__(1024) char shared[];
-    block_t b = {line, shared_layout(line, w, 2 * Cut::kTiles, Cut::kDepth)};
-    b.shared = shared;
+    block_t b = {line, shared};
     b.base = ptx_shared_address(shared);
-    b.barriers = (barriers_t *)(shared + b.layout.barriers);
+    b.barriers = (barriers_t *)(shared + b.line.layout.barriers);
     if (threadIdx.x == 0) {
         for (int i = 0; i < line.stages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
@@ -444,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
         ptx_fence_barrier_init();
     }
     epmoei_begin_dependent();
-    int32_t *cumulative = (int32_t *)(shared + b.layout.cumulative);
+    int32_t *cumulative = (int32_t *)(shared + b.line.layout.cumulative);
     b.cumulative = cumulative;
     b.rank = Cut::kCluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
     const int32_t cluster_tiles = 2 * Cut::kTiles * Cut::kCluster;
@@ -533,7 +541,8 @@ bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t limit, pip
 {
     const int32_t fewest = 3;
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line, *w, 2 * Cut::kTiles, Cut::kDepth).cumulative + (num_experts + 1) * 4;
+        line->layout = shared_layout<Cut>(line, w);
+        *bytes = line->layout.cumulative + (num_experts + 1) * 4;
         if (*bytes <= limit) return true;
     }
     return false;

@@ -42,6 +42,14 @@ __device__ __forceinline__ float ptx_max_nan(float a, float b)
     return r;
 }
 
+/* threadIdx.x, read here and now: what is computed from it in a loop stays there instead of in registers before it. */
+__device__ __forceinline__ int32_t ptx_thread_index()
+{
+    int32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 /* (a & mask) | b in one instruction; b should be in a register, as there is room for one constant. */
 __device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uint32_t b)
 {
