@@ -42,6 +42,22 @@ __device__ __forceinline__ float ptx_max_nan(float a, float b)
     return r;
 }
 
+/* threadIdx.x, read here and now: what is computed from it in a loop stays there instead of in registers before it. */
+__device__ __forceinline__ int32_t ptx_thread_index()
+{
+    int32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+/* (a & mask) | b in one instruction; b should be in a register, as there is room for one constant. */
+__device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uint32_t b)
+{
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(b));
+    return r;
+}
+
 /* Within 2 ulp; subnormal results are 0. */
 __device__ __forceinline__ float ptx_exp2(float x)
 {
@@ -89,6 +105,15 @@ __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t share
                  : "memory");
 }
 
+/* Two of them; lanes 0..15 give the addresses. */
+__device__ __forceinline__ void ptx_ldmatrix_x2(uint32_t (&r)[2], uint32_t shared)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared)
+                 : "memory");
+}
+
 /* d += a b, 16x8x16, fp32 accumulators. */
 __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                               __nv_bfloat16)
@@ -110,6 +135,14 @@ __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)
 /* ------------------------------------------------------------------------------------------------------- sm_90 */
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+/* Both to E4M3, nearest even, saturating, a NaN to 0x7F; `low` in the lower byte. */
+__device__ __forceinline__ uint32_t ptx_cvt_e4m3x2(float high, float low)
+{
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
 
 /* Until every kernel that this one depends on has ended and what it wrote is visible. */
 __device__ __forceinline__ void ptx_griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -206,6 +239,24 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_
                  : "memory");
 }
 
+/* The address in the cluster of the same place in block `block`. */
+__device__ __forceinline__ uint32_t ptx_cluster_address(uint32_t shared, uint32_t block)
+{
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
+    return address;
+}
+
+/* Arrives, if `really`, at a barrier of any block of the cluster; an address in this block is one of the cluster too.
+ */
+__device__ __forceinline__ void ptx_mbarrier_arrive_if(uint32_t barrier, bool really)
+{
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
+        "r"((uint32_t)really)
+        : "memory");
+}
+
 /* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
  * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])
@@ -213,6 +264,39 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
+}
+
+/* `bytes`, a multiple of 16, into shared memory; they count on `barrier`. */
+__device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void ptx_load_shared_16(uint32_t (&v)[4], uint32_t shared)
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(shared)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_load_shared_8(uint32_t (&v)[2], uint32_t shared)
+{
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_4(uint32_t shared)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_2(uint32_t shared)
+{
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
