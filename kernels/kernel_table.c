@@ -63,6 +63,8 @@ static void init_tables(void)
         .experts_few_gate_up = epmoei_experts_few_gate_up_sm80,
         .experts_few_down = epmoei_experts_few_down_sm80,
         .route = epmoei_route_sm80,
+        .quantize_fp8 = epmoei_quantize_fp8_sm80,
+        .dequant = epmoei_dequant_sm80,
         .grouped_gemm_fp8 = epmoei_grouped_gemm_quant_sm80,
         .grouped_gemm_fp8_workspace = epmoei_grouped_gemm_quant_workspace_sm80,
         .grouped_gemm_w4 = epmoei_grouped_gemm_quant_sm80,

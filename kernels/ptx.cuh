@@ -121,6 +121,15 @@ __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t share
                  : "memory");
 }
 
+/* Two of them; lanes 0..15 give the addresses. */
+__device__ __forceinline__ void ptx_ldmatrix_x2(uint32_t (&r)[2], uint32_t shared)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared)
+                 : "memory");
+}
+
 /* d += a b, 16x8x16, fp32 accumulators. */
 __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                               __nv_bfloat16)
@@ -142,6 +151,14 @@ __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)
 /* ------------------------------------------------------------------------------------------------------- sm_90 */
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+/* Both to E4M3, nearest even, saturating, a NaN to 0x7F; `low` in the lower byte. */
+__device__ __forceinline__ uint32_t ptx_cvt_e4m3x2(float high, float low)
+{
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
 
 /* Until every kernel that this one depends on has ended and what it wrote is visible. */
 __device__ __forceinline__ void ptx_griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
