@@ -84,21 +84,13 @@ struct shared_layout {
     }
 };
 
-/* Place in a ring of `size`: the parity of a phase flips with every round. */
-struct ring_t {
-    int32_t stage;
-    uint32_t parity;
-    __device__ __forceinline__ void advance(int32_t size)
-    {
-        if (++stage == size) stage = 0, parity ^= 1;
-    }
-    __device__ __forceinline__ void skip(int32_t steps, int32_t size)
-    {
-        stage += steps;
-        parity ^= stage / size & 1;
-        stage %= size;
-    }
-};
+/* Over steps that are another's. */
+__device__ __forceinline__ void skip_steps(ring_t &ring, int32_t steps, int32_t stages)
+{
+    const int32_t stage = ring.stage + steps;
+    ring.parity ^= stage / stages & 1;
+    ring.stage = stage % stages;
+}
 
 /* What every role needs. */
 struct block_t {

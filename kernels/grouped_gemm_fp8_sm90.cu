@@ -28,12 +28,6 @@
 namespace
 {
 
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
-{
-    while (!ptx_mbarrier_try_wait(barrier, parity)) {
-    }
-}
-
 /* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 {
@@ -227,7 +221,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8
             e.col = b.w_block(*tile) * (p.gated ? kTileW / 2 : kTileW);
             store_tile(p, y, b.line.way, e, acc);
         } else
-            ring.skip(b.k_steps, b.line.stages);
+            skip_steps(ring, b.k_steps, b.line.stages);
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
