@@ -5,7 +5,7 @@
  *   order        sum over K: exact products, 128 columns in the tensor cores' accumulator, which is then multiplied by
  *                (activation scale * weight scale) and added in fp32, ascending; the same for a row whatever the others
  *   NaN          flows through; it never spreads to another row
- * What does not fit (epmoei_grouped_gemm_fp8_takes_sm90) is the sm80 tier's.
+ * Weights by activations that are not quantised are the sm80 tier's on every device.
  *
  * Between the two products of experts h may stay quantised: the first one then writes what quantising its rounded rows
  * would give, bit for bit, and the second reads it. */
@@ -29,8 +29,8 @@ typedef struct epmoei_fp8_rows_t {
 /* Bytes of them; base NULL counts. */
 int64_t epmoei_fp8_rows_layout(void *base, int64_t rows, int64_t k, epmoei_fp8_rows_t *out);
 
-/* Whether the wgmma kernel computes this: fp8_activations, blocks of weights that no tile of 128 rows crosses, whole
- * groups of 8 gate and 8 up rows. */
+/* Whether the wgmma kernel computes this: fp8_activations, blocks of weights that no 128 rows of a tile cross, whole
+ * groups of 8 gate and 8 up rows. The weight's defaults need not be filled in. */
 bool epmoei_grouped_gemm_fp8_takes_sm90(const epmoe_grouped_gemm_args_t *args);
 /* Whether h may stay quantised between these two. */
 bool epmoei_grouped_gemm_fp8_chains_sm90(const epmoe_grouped_gemm_args_t *gemm1,
@@ -43,7 +43,7 @@ typedef struct epmoei_fp8_tile_t {
 } epmoei_fp8_tile_t;
 epmoei_fp8_tile_t epmoei_fp8_tile_sm90(int32_t num_experts, int64_t max_rows);
 
-/* The slots of the kernel table; what the tier does not take goes on to the sm80 tier. */
+/* The slots of the kernel table. */
 epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_fp8_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
 /* The same for arguments that it takes, with x in place of args->x and y in place of args->y where not NULL. y is what

@@ -88,8 +88,7 @@ __device__ __forceinline__ float4 load_biases(const gemm_params_t &p, const floa
     if (!bias) return b;
     if (p.gated) {
         if (col < p.n_out) b.x = bias[gemm_weight_row(p, 2 * col)], b.z = bias[gemm_weight_row(p, 2 * col + 1)];
-        if (col + 1 < p.n_out)
-            b.y = bias[gemm_weight_row(p, 2 * col + 2)], b.w = bias[gemm_weight_row(p, 2 * col + 3)];
+        if (col + 1 < p.n_out) b.y = bias[gemm_weight_row(p, 2 * col + 2)], b.w = bias[gemm_weight_row(p, 2 * col + 3)];
     } else {
         if (col < p.n_out) b.x = bias[col];
         if (col + 1 < p.n_out) b.y = bias[col + 1];
@@ -210,8 +209,7 @@ __device__ __forceinline__ void store_rows(const gemm_params_t &p, const epmoei_
                 store_pair(p, row, at, out.x, out.y);
                 continue;
             }
-            const uint32_t packed =
-                bf16 ? pack_pair(out.x, out.y, __nv_bfloat16()) : pack_pair(out.x, out.y, __half());
+            const uint32_t packed = bf16 ? pack_pair(out.x, out.y, __nv_bfloat16()) : pack_pair(out.x, out.y, __half());
             *(uint32_t *)(e.staging + token * 256 + ((chunk ^ token) << 4) + 4 * (lane % 4)) = packed;
             if (way & FP8_QUANTISED) {
                 const float2 rounded = unpack_pair(packed, bf16);

@@ -367,10 +367,9 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_ro
     EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_fp8_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.tokens) * epmoei_ceil_div(args->n, kTileW * line.cluster);
     const int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_fp8_kernel, line.cluster,
-                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
-                                                              (size_t)bytes, stream, p, line, w, y ? *y : no_rows,
-                                                              maps),
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
+                                  grouped_gemm_fp8_kernel, line.cluster, dim3((unsigned)(clusters * line.cluster)),
+                                  dim3(kThreads), (size_t)bytes, stream, p, line, w, y ? *y : no_rows, maps),
                               "grouped_gemm_fp8_sm90");
 }
 
@@ -399,6 +398,11 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_
 
 extern "C" epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
-    if (!epmoei_grouped_gemm_fp8_takes_sm90(args)) return epmoei_grouped_gemm_quant_sm80(args, stream);
-    return epmoei_grouped_gemm_fp8_rows_sm90(args, nullptr, nullptr, stream);
+    if (epmoei_grouped_gemm_fp8_takes_sm90(args))
+        return epmoei_grouped_gemm_fp8_rows_sm90(args, nullptr, nullptr, stream);
+    if (!args->fp8_activations) return epmoei_grouped_gemm_quant_sm80(args, stream);
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                       "fp8_activations is 1 with n %d, layout %d and weight.group_size %d: on CUDA 8 columns of gates "
+                       "and 8 of ups must be whole, and groups multiples of 128 that do not begin inside a tile",
+                       args->n, (int)args->layout, args->weight.group_size);
 }

@@ -9,7 +9,7 @@
 namespace
 {
 
-constexpr int kUnit = 8;           /* elements of a thread: 16 bytes of x */
+constexpr int kUnit = 8;            /* elements of a thread: 16 bytes of x */
 constexpr int kGroup = 128 / kUnit; /* threads that share a scale */
 constexpr int kRowsInFlight = 4;
 
