@@ -17,6 +17,7 @@ static const struct {
               {"silu_and_mul", check_silu_and_mul},
               {"sum", check_sum},
               {"grouped_gemm", check_grouped_gemm},
+              {"grouped_gemm_fp8", check_gemm_fp8},
               {"experts_few", check_experts_few},
               {"route", check_route},
               {"large", check_large}};
