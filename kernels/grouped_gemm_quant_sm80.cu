@@ -9,11 +9,8 @@
  *
  * The sum over K goes in steps of 16 columns and in groups whatever the tile: results do not depend on the tile choice
  * or on other rows. */
-#include "kernels/grouped_gemm_cuda.cuh"
-#include "kernels/grouped_gemm_quant.h"
+#include "kernels/grouped_gemm_quant_cuda.cuh"
 #include "kernels/ptx.cuh"
-#include "kernels/quant_cuda.cuh"
-#include "kernels/quant_tiles.h"
 
 namespace
 {
@@ -26,22 +23,6 @@ constexpr int kSteps = kBlockK / 16;
 constexpr int kStagingRow = kBlockN + 4; /* floats; the padding avoids bank conflicts */
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 static_assert(kBlockN == 2 * EPMOEI_TILE_ROWS && kWarps * 16 == EPMOEI_TILE_ROWS, "a warp has a part of either tile");
-
-struct quant_params_t {
-    gemm_params_t gemm;
-    const void *scales;
-    const uint8_t *zeros;
-    epmoe_dtype_t scales_dtype;
-    int32_t scale_bytes;
-    int32_t group;       /* columns; a multiple of 64 where one is all */
-    int32_t groups;      /* of a row */
-    int32_t group_steps; /* of 16 columns */
-    int32_t group_shift; /* step s of a block is in group s >> group_shift of the block */
-    int32_t tiles;       /* W4, MXFP4: of 64 device rows */
-    int32_t row_group;   /* FP8: rows of a scale */
-    int32_t row_blocks;  /* FP8: scales along the rows of an expert */
-    int32_t up_block;    /* FP8, packed: that of the first up row; 0 = blocks go on over the rows as they lie */
-};
 
 /* What a stage of the pipeline holds, in bytes: x, codes, scales, zeros. */
 template <epmoe_format_t kFormat, int kTokens_> struct shape {
@@ -71,49 +52,6 @@ __device__ __forceinline__ uint32_t swizzle_x(int row, int chunk)
 __device__ __forceinline__ uint32_t swizzle_fp8(int row, int chunk)
 {
     return (uint32_t)(row * 64 + ((chunk ^ (row >> 1 & 3)) << 4));
-}
-
-/* Row of an FP8 weight in memory under device row `row`; not below n when it is padding. */
-__device__ __forceinline__ int32_t fp8_row(const gemm_params_t &p, int32_t row)
-{
-    if (!p.gated) return row;
-    const int32_t output = row / 16 * 8 + row % 8, up = row >> 3 & 1;
-    if (output >= p.n_out) return p.n;
-    return p.interleaved ? 2 * output + up : up * p.n_out + output;
-}
-
-/* Where the scales of the weight's row `row` under device row `device_row` begin. */
-__device__ __forceinline__ int64_t fp8_scales(const quant_params_t &p, int32_t expert, int32_t device_row)
-{
-    const int32_t row = fp8_row(p.gemm, device_row);
-    if (row >= p.gemm.n) return 0;
-    int32_t block = row / p.row_group;
-    if (p.up_block) block = row / 2 / p.row_group + (row & 1 ? p.up_block : 0);
-    return ((int64_t)expert * p.row_blocks + block) * p.groups;
-}
-
-__device__ __forceinline__ float load_scale(const quant_params_t &p, int64_t at)
-{
-    if (p.scale_bytes == 4) return ((const float *)p.scales)[at];
-    const uint32_t bits = p.scale_bytes == 2 ? ((const uint16_t *)p.scales)[at] : ((const uint8_t *)p.scales)[at];
-    return quant_scale(bits, p.scales_dtype);
-}
-
-/* Scales of rows lane/4 and lane/4 + 8, which lie side by side in shared memory. */
-__device__ __forceinline__ float2 scale_pair(const quant_params_t &p, const char *scales, int pair)
-{
-    if (p.scale_bytes == 4) return ((const float2 *)scales)[pair];
-    if (p.scale_bytes == 1) {
-        const uint32_t bits = ((const uint16_t *)scales)[pair];
-        return make_float2(quant_scale(bits & 255, EPMOE_F8_E8M0), quant_scale(bits >> 8, EPMOE_F8_E8M0));
-    }
-    const uint32_t bits = ((const uint32_t *)scales)[pair];
-    return make_float2(quant_scale(bits & 0xFFFF, p.scales_dtype), quant_scale(bits >> 16, p.scales_dtype));
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4 &words, int i)
-{
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
 /* -------------------------------------------------------------------------------------------------------- kernel */
@@ -150,11 +88,11 @@ __device__ __forceinline__ sources_t<T> find_sources(const quant_params_t &p, co
         const int32_t row = tile.col + tid / 4;
         const int32_t step = gemm.gated && !gemm.interleaved ? 16 : 32;
         from.codes =
-            (const char *)gemm.w + ((int64_t)tile.expert * gemm.n + fp8_row(gemm, row)) * gemm.k + tid % 4 * 16;
+            (const char *)gemm.w + ((int64_t)tile.expert * gemm.n + quant_fp8_row(gemm, row)) * gemm.k + tid % 4 * 16;
         from.codes_step = (int64_t)step * gemm.k;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (fp8_row(gemm, row + 32 * i) < gemm.n) from.codes_valid |= 1u << i;
+            if (quant_fp8_row(gemm, row + 32 * i) < gemm.n) from.codes_valid |= 1u << i;
     }
     return from;
 }
@@ -277,9 +215,9 @@ __global__ void __launch_bounds__(kThreads, shape<kFormat, kTokens>::kBlocks)
             for (int f = 0; f < kFrags; f++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    scale_rows[f][h] =
-                        fp8_scales(p, tile.expert, tile.col + f * EPMOEI_TILE_ROWS + warp * 16 + h * 8 + lane / 4);
-                    scales[f][h] = load_scale(p, scale_rows[f][h]);
+                    scale_rows[f][h] = quant_fp8_scales(p, tile.expert,
+                                                        tile.col + f * EPMOEI_TILE_ROWS + warp * 16 + h * 8 + lane / 4);
+                    scales[f][h] = quant_load_scale(p, scale_rows[f][h]);
                 }
         if (kW4)
 #pragma unroll
@@ -355,9 +293,9 @@ __global__ void __launch_bounds__(kThreads, shape<kFormat, kTokens>::kBlocks)
                             nan[f][h] |= quant_e4m3_nan(codes[h]);
                         }
                     } else if (kW4)
-                        quant_w4_fragment<T>(a, word_of(words[f], s), zeros[f]);
+                        quant_w4_fragment<T>(a, quant_word_of(words[f], s), zeros[f]);
                     else
-                        quant_mxfp4_fragment<T>(a, word_of(words[f], s));
+                        quant_mxfp4_fragment<T>(a, quant_word_of(words[f], s));
 #pragma unroll
                     for (int j = 0; j < kFragsN; j++) ptx_mma_16816(part[f][j], a, b[j][0], b[j][1], T());
                 }
@@ -373,12 +311,12 @@ __global__ void __launch_bounds__(kThreads, shape<kFormat, kTokens>::kBlocks)
                         scale = make_float2(scales[f][0], scales[f][1]);
 #pragma unroll
                         for (int h = 0; h < 2; h++)
-                            if (group < p.groups) scales[f][h] = load_scale(p, scale_rows[f][h] + group);
+                            if (group < p.groups) scales[f][h] = quant_load_scale(p, scale_rows[f][h] + group);
                     } else
-                        scale = scale_pair(p,
-                                           group_scales + (f * (kSteps >> p.group_shift) + in_block) *
-                                                              EPMOEI_TILE_ROWS * p.scale_bytes,
-                                           warp * 8 + lane / 4);
+                        scale = quant_scale_pair(p,
+                                                 group_scales + (f * (kSteps >> p.group_shift) + in_block) *
+                                                                    EPMOEI_TILE_ROWS * p.scale_bytes,
+                                                 warp * 8 + lane / 4);
 #pragma unroll
                     for (int j = 0; j < kFragsN; j++)
 #pragma unroll
@@ -428,31 +366,6 @@ __global__ void __launch_bounds__(kThreads, shape<kFormat, kTokens>::kBlocks)
 }
 
 /* -------------------------------------------------------------------------------------------------------- launch */
-
-quant_params_t quant_params(const epmoe_grouped_gemm_args_t *args)
-{
-    const epmoe_weight_t *weight = &args->weight;
-    quant_params_t p = {};
-    p.gemm = gemm_params(args);
-    p.scales = weight->scales;
-    p.zeros = (const uint8_t *)weight->zeros;
-    p.scales_dtype = weight->scales_dtype;
-    p.scale_bytes = epmoe_dtype_size(weight->scales_dtype);
-    p.groups = (int32_t)epmoei_ceil_div(args->k, weight->group_size);
-    p.group = p.groups == 1 ? (int32_t)epmoei_round_up(args->k, kBlockK) : weight->group_size;
-    p.group_steps = p.group / 16;
-    p.group_shift = p.group == 16 ? 0 : p.group == 32 ? 1 : 2;
-    p.tiles = (int32_t)epmoei_quant_tiles(weight->format, weight->scales_dtype, args->n, args->k, weight->group_size,
-                                          p.gemm.gated)
-                  .tiles;
-    p.row_group = weight->group_size;
-    p.row_blocks = (int32_t)epmoei_ceil_div(args->n, weight->group_size);
-    if (p.gemm.gated && args->layout == EPMOE_LAYOUT_PACKED) {
-        p.up_block = (int32_t)epmoei_ceil_div(p.gemm.n_out, weight->group_size);
-        p.row_blocks = 2 * p.up_block;
-    }
-    return p;
-}
 
 template <typename T, epmoe_format_t kFormat, int kTokens>
 epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)

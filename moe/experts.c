@@ -111,6 +111,7 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     gemm.x = plan->h;
     gemm.x_sorted = 1;
     gemm.weight = args->down;
+    gemm.layout = args->layout;
     gemm.bias = args->down_bias;
     gemm.activation = EPMOE_ACTIVATION_NONE;
     if (args->weight_on_input) gemm.row_weights = NULL;

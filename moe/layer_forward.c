@@ -194,10 +194,10 @@ static epmoe_experts_args_t shared_as_experts(const forward_t *forward)
     experts.x = forward->args.x;
     experts.ids = workspace->shared_ids;
     experts.weights = config->shared_gated ? workspace->shared_gate : workspace->shared_ones;
-    experts.gate_up.format = weights->formats.shared_gate_up;
-    experts.gate_up.data = weights->shared_gate_up;
-    experts.down.format = weights->formats.shared_down;
-    experts.down.data = weights->shared_down;
+    experts.gate_up = epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+                                          weights->shared_gate_up, &weights->shared_gate_up_arrays);
+    experts.down = epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+                                       weights->shared_down, &weights->shared_down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
     experts.activation = config->activation;
     experts.alpha = config->alpha;
