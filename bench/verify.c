@@ -99,6 +99,14 @@ static double logits_tolerance(const bench_t *bench)
     return bench->backend == EPMOE_BACKEND_CUDA ? 1e-4 : stats_tolerance(EPMOE_F32);
 }
 
+/* A code of a quantised h falls the other way where h lies between two, and is then off by up to an eighth: a percent
+ * of the norm, which single outputs exceed several times. */
+static double y_tolerance(const bench_t *bench, epmoe_dtype_t dtype)
+{
+    bool fp8 = bench->reference.fp8_experts || bench->reference.fp8_shared;
+    return fp8 ? 6e-2 : stats_tolerance(dtype);
+}
+
 /* The router's logits, ids and weights of this rank's checked rows; leaves ids and weights for the others. */
 static epmoe_status_t check_router(verify_t *verify)
 {
@@ -280,7 +288,7 @@ static epmoe_status_t check_output(verify_t *verify)
     for (int32_t i = 0; i < verify->own_count; i++) {
         int64_t t = verify->tokens[verify->own_first + i] - made->first_token;
         for (int64_t c = 0; c < d; c++) row[c] = (double)epmoei_load(made->y_checked, dtype, t * d + c);
-        verify->wrong += stats_count_wrong(row, verify->y + i * d, d, stats_tolerance(dtype), &verify->max_rel_err);
+        verify->wrong += stats_count_wrong(row, verify->y + i * d, d, y_tolerance(bench, dtype), &verify->max_rel_err);
     }
     epmoei_free(row);
     verify->wrong += count_other_wrong(verify);
