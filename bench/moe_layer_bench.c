@@ -6,6 +6,7 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "kernels/kernel_table.h"
 #include "moe/layer.h"
 
 #include <math.h>
@@ -143,6 +144,25 @@ static epmoe_status_t inject_nan(const bench_t *bench)
     return epmoei_stream_wait(bench->backend, NULL);
 }
 
+/* What the weights have made the layer choose. */
+static void find_fp8_activations(bench_t *bench)
+{
+    const epmoe_layer_config_t *config = &bench->layer->config;
+    const epmoei_packed_weights_t *w = &bench->layer->weights;
+    const epmoei_layer_formats_t *formats = &w->formats;
+    epmoe_weight_t gate_up =
+        epmoei_layer_weight(formats->gate_up, &formats->gate_up_pack, w->gate_up, &w->gate_up_arrays);
+    epmoe_weight_t down = epmoei_layer_weight(formats->down, &formats->down_pack, w->down, &w->down_arrays);
+    bench->reference.fp8_experts =
+        epmoei_layer_fp8_activations(config, bench->backend, &gate_up, &down, config->intermediate);
+    gate_up = epmoei_layer_weight(formats->shared_gate_up, &formats->shared_gate_up_pack, w->shared_gate_up,
+                                  &w->shared_gate_up_arrays);
+    down =
+        epmoei_layer_weight(formats->shared_down, &formats->shared_down_pack, w->shared_down, &w->shared_down_arrays);
+    bench->reference.fp8_shared =
+        epmoei_layer_fp8_activations(config, bench->backend, &gate_up, &down, config->shared_intermediate);
+}
+
 static epmoe_status_t make_layer(bench_t *bench)
 {
     epmoe_comm_t *comm = bench->program->comm;
@@ -158,6 +178,7 @@ static epmoe_status_t make_layer(bench_t *bench)
         EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
     }
     report_idle(bench);
+    find_fp8_activations(bench);
     if (bench->options->inject_nan) EPMOEI_CHECK(epmoe_comm_agree(comm, inject_nan(bench)));
     EPMOEI_CHECK(epmoe_comm_agree(
         comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));
@@ -196,6 +217,15 @@ static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
     return EPMOE_OK;
 }
 
+/* What the layer multiplies in. */
+static epmoe_dtype_t product_dtype(const bench_t *bench)
+{
+    const epmoe_layer_config_t *config = &bench->config;
+    bool fp8 = bench->backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 && !bench->options->op &&
+               config->weight_format == EPMOE_FORMAT_FP8_BLOCK && config->fp8_activations >= 0;
+    return fp8 ? EPMOE_F8_E4M3 : bench->options->dtype;
+}
+
 static int work(program_t *program, const options_t *options)
 {
     epmoe_status_t status;
@@ -215,7 +245,8 @@ static int work(program_t *program, const options_t *options)
     EPMOEI_CHECK_GOTO(choose_graph(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, cuda ? cuda_create(&bench.cuda) : EPMOE_OK), done);
-    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, options->dtype), done);
+    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, product_dtype(&bench)),
+                      done);
     EPMOEI_CHECK_GOTO(options->op ? op_run(&bench, &wrong) : run_layer(&bench, &wrong), done);
 done:
     report_idle(&bench);

@@ -99,6 +99,16 @@ static double logits_tolerance(const bench_t *bench)
     return bench->backend == EPMOE_BACKEND_CUDA ? 1e-4 : stats_tolerance(EPMOE_F32);
 }
 
+/* A code of a quantised h falls the other way where h lies between two, and is then off by up to an eighth: a percent
+ * of the norm, which single outputs exceed several times. */
+static double y_tolerance(const bench_t *bench, epmoe_dtype_t dtype)
+{
+    bool fp8 = bench->reference.fp8_experts || bench->reference.fp8_shared;
+    if (fp8) return 6e-2;
+    const bool shares = bench->program->size > 1 && dtype == EPMOE_BF16; /* ranks round their shares of a row too */
+    return shares ? 1.5 * stats_tolerance(dtype) : stats_tolerance(dtype);
+}
+
 /* The router's logits, ids and weights of this rank's checked rows; leaves ids and weights for the others. */
 static epmoe_status_t check_router(verify_t *verify)
 {
@@ -275,8 +285,7 @@ static epmoe_status_t check_output(verify_t *verify)
     const bench_case_t *made = verify->made;
     epmoe_dtype_t dtype = bench->config.dtype;
     int64_t d = bench->config.hidden;
-    double *row = NULL, tolerance = stats_tolerance(dtype);
-    if (bench->program->size > 1 && dtype == EPMOE_BF16) tolerance *= 1.5; /* ranks round their shares of a row too */
+    double *row = NULL, tolerance = y_tolerance(bench, dtype);
     EPMOEI_CHECK(epmoei_alloc_for((void **)&row, d * 8, "a row"));
     for (int32_t i = 0; i < verify->own_count; i++) {
         int64_t t = verify->tokens[verify->own_first + i] - made->first_token;

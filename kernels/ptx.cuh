@@ -20,6 +20,12 @@ __device__ __forceinline__ void ptx_cp_async_16(uint32_t shared, const void *glo
                  : "memory");
 }
 
+/* The same by way of the first-level cache, of what several warps read. */
+__device__ __forceinline__ void ptx_cp_async_ca_16(uint32_t shared, const void *global, uint32_t bytes)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void ptx_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Until at most kPending of this thread's groups are under way. */
@@ -72,6 +78,26 @@ __device__ __forceinline__ float ptx_reciprocal(float x)
     return r;
 }
 
+/* Two E4M3 codes, saturating, NaN = 0x7F; devices from 8.9 on. */
+__device__ __forceinline__ uint32_t ptx_e4m3x2(float low, float high)
+{
+    uint16_t r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+/* Hides from the compiler where a value came from, so that it does not keep in registers what it has unpacked of it. */
+__device__ __forceinline__ void ptx_forget(uint4 &value)
+{
+    asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+}
+
+/* Brings the line of an address to the second-level cache, where another kernel may still write it. */
+__device__ __forceinline__ void ptx_prefetch_l2(const void *global)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 /* 16 bytes that are read once and that nobody writes while the kernel runs, past the first-level cache; zeros and no
  * access where not `valid`. */
 __device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool valid)
@@ -81,6 +107,18 @@ __device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool val
                  "mov.b32 %3, 0;\n@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
                  : "l"(global), "r"((uint32_t)valid));
+    return v;
+}
+
+/* The same of what this thread overwrites later. */
+__device__ __forceinline__ uint4 ptx_load_once_16(const void *global, bool valid)
+{
+    uint4 v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+                 "mov.b32 %3, 0;\n@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(global), "r"((uint32_t)valid)
+                 : "memory");
     return v;
 }
 
@@ -166,6 +204,12 @@ __device__ __forceinline__ void ptx_fence_barrier_init()
 __device__ __forceinline__ void ptx_mbarrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/* As if `count` threads arrived. */
+__device__ __forceinline__ void ptx_mbarrier_arrive_many(uint32_t barrier, uint32_t count)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 /* Arrives, and lets the phase wait for `bytes` of copies too. */
@@ -257,6 +301,14 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_if(uint32_t barrier, bool re
         : "memory");
 }
 
+__device__ __forceinline__ void ptx_mbarrier_arrive_many_at(uint32_t barrier, uint32_t block, uint32_t count)
+{
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier),
+                 "r"(block), "r"(count)
+                 : "memory");
+}
+
 /* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
  * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])
@@ -324,6 +376,11 @@ template <int kRegisters> __device__ __forceinline__ void ptx_setmaxnreg_dec()
 template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {
     asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+/* Arrives there without waiting. */
+template <int kId> __device__ __forceinline__ void ptx_named_barrier_arrive(int32_t threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 #endif

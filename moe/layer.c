@@ -5,6 +5,7 @@
 #include "comm/comm.h"
 
 #include "kernels/experts_few.h"
+#include "kernels/kernel_table.h"
 
 #include <string.h>
 
@@ -34,6 +35,7 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"dtype", config->dtype},
         {"weight_format", config->weight_format},
         {"weight_group", config->weight_group},
+        {"fp8_activations", config->fp8_activations},
     };
     return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
 }
@@ -73,7 +75,7 @@ epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
     EPMOEI_CHECK(epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend,
                                                layer->local_experts, layer->max_rows, weights, &layer->workspace));
     layer->workspace.bytes = bytes;
-    if (!layer->workspace.shared_ids) return EPMOE_OK;
+    if (layer->backend != EPMOE_BACKEND_CUDA || !layer->config.shared_intermediate) return EPMOE_OK;
     float ones[EPMOEI_EXPERTS_FEW_MOST_TOKENS];
     for (int32_t i = 0; i < EPMOEI_EXPERTS_FEW_MOST_TOKENS; i++) ones[i] = 1.0f;
     EPMOEI_CHECK(epmoei_memory_set(layer->backend, layer->workspace.shared_ids, 0, (int64_t)sizeof ones, NULL));
@@ -113,6 +115,9 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
         epmoei_format_of_dtype(config->dtype) != config->weight_format)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA the same",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
+    if (config->fp8_activations == 1 && epmoei_cuda_tier() != 90)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "config.fp8_activations is 1: on CUDA it needs compute capability 9.0 and tier sm90");
     return EPMOE_OK;
 }
 

@@ -236,15 +236,18 @@ static epmoe_status_t run_shared(forward_t *forward)
                    epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
                                        weights->shared_gate_up, &weights->shared_gate_up_arrays),
                    config->dtype, workspace->shared_h);
+    const epmoe_weight_t shared_down =
+        epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack, weights->shared_down,
+                            &weights->shared_down_arrays);
+    gemm1.fp8_activations =
+        epmoei_layer_fp8_activations(config, layer->backend, &gemm1.weight, &shared_down, config->shared_intermediate);
     gemm1.activation = config->activation;
     gemm1.alpha = config->alpha;
     gemm1.limit = config->limit;
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, forward->stream));
-    epmoe_grouped_gemm_args_t gemm2 =
-        dense_gemm(forward, config->hidden, config->shared_intermediate, workspace->shared_h,
-                   epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
-                                       weights->shared_down, &weights->shared_down_arrays),
-                   EPMOE_F32, workspace->shared);
+    epmoe_grouped_gemm_args_t gemm2 = dense_gemm(forward, config->hidden, config->shared_intermediate,
+                                                 workspace->shared_h, shared_down, EPMOE_F32, workspace->shared);
+    gemm2.fp8_activations = gemm1.fp8_activations;
     gemm2.row_weights = config->shared_gated ? workspace->shared_gate : NULL;
     return epmoe_grouped_gemm(&gemm2, forward->stream);
 }
@@ -271,6 +274,8 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
                                           &packed->gate_up_arrays);
     experts.down =
         epmoei_layer_weight(packed->formats.down, &packed->formats.down_pack, packed->down, &packed->down_arrays);
+    experts.fp8_activations =
+        epmoei_layer_fp8_activations(config, layer->backend, &experts.gate_up, &experts.down, config->intermediate);
     experts.layout = EPMOE_LAYOUT_PACKED;
     experts.gate_up_bias = packed->gate_up_bias;
     experts.down_bias = packed->down_bias;

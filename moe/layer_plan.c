@@ -3,6 +3,7 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 #include "kernels/experts_few.h"
+#include "kernels/grouped_gemm_fp8.h"
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_tiles.h"
@@ -98,6 +99,7 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.weight_group is %d: expected at least 1, 0 or -1",
                            out->weight_group);
     if (out->max_tokens == 0) out->max_tokens = 4096;
+    EPMOEI_CHECK(check_range("fp8_activations", out->fp8_activations, -1, 1));
     EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
 }
@@ -120,17 +122,20 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         int32_t k;
         epmoe_activation_t activation;
         epmoe_weight_t weight;
+        int32_t fs; /* of the shared expert's products */
     } shapes[] = {
-        {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE, plain},
+        {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE, plain, 0},
         {2 * config->shared_intermediate, config->hidden, config->activation,
          weights ? epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
                                        weights->shared_gate_up, &weights->shared_gate_up_arrays)
-                 : plain},
+                 : plain,
+         config->shared_intermediate},
         {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
          weights ? epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
                                        weights->shared_down, &weights->shared_down_arrays)
-                 : plain},
-        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID, plain},
+                 : plain,
+         config->shared_intermediate},
+        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID, plain, 0},
     };
     *bytes = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -145,6 +150,9 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.x_dtype = config->dtype;
         gemm.y_dtype = EPMOE_F32;
         gemm.weight = shapes[i].weight;
+        if (shapes[i].fs)
+            gemm.fp8_activations =
+                epmoei_layer_fp8_activations(config, backend, &shapes[1].weight, &shapes[2].weight, shapes[i].fs);
         gemm.layout = EPMOE_LAYOUT_PACKED;
         gemm.activation = shapes[i].activation;
         gemm.alpha = config->alpha;
@@ -190,6 +198,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
                                                &weights->down_arrays);
         }
         experts.layout = EPMOE_LAYOUT_PACKED;
+        experts.fp8_activations =
+            epmoei_layer_fp8_activations(config, backend, &experts.gate_up, &experts.down, config->intermediate);
         experts.activation = config->activation;
         EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
     }
@@ -226,6 +236,28 @@ epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shap
     weight.zeros = arrays->zeros;
     weight.g_idx = arrays->order;
     return weight;
+}
+
+static bool takes_fp8(const epmoe_weight_t *weight, int32_t n, int32_t k, epmoe_activation_t activation)
+{
+    epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    gemm.n = n;
+    gemm.k = k;
+    gemm.weight = *weight;
+    gemm.layout = EPMOE_LAYOUT_PACKED;
+    gemm.activation = activation;
+    gemm.fp8_activations = 1;
+    return epmoei_grouped_gemm_fp8_takes_sm90(&gemm);
+}
+
+int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                     const epmoe_weight_t *gate_up, const epmoe_weight_t *down, int32_t f)
+{
+    if (gate_up->format != EPMOE_FORMAT_FP8_BLOCK || down->format != EPMOE_FORMAT_FP8_BLOCK) return 0;
+    if (config->fp8_activations) return config->fp8_activations == 1;
+    return backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 &&
+           takes_fp8(gate_up, 2 * f, config->hidden, config->activation) &&
+           takes_fp8(down, config->hidden, f, EPMOE_ACTIVATION_NONE);
 }
 
 epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
