@@ -977,6 +977,7 @@ typedef struct epmoe_ep_config_t {
     epmoe_dtype_t wire_dtype; /* 0 = dtype; F8_E4M3 is not supported yet */
     int64_t
         capacity; /* most rows this rank accepts per dispatch; 0 = the sum of max_tokens of all ranks, the worst case */
+    int32_t comm_sms; /* transport P2P: most multiprocessors that dispatch and combine take, on this rank; 0 = all */
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
@@ -997,6 +998,8 @@ typedef struct epmoe_dispatch_args_t {
     const void *x;         /* [T,d] */
     const int32_t *ids;    /* [T,k] global expert ids, -1 = unused */
     const float *weights;  /* [T,k]; the weight of an unused slot is not read */
+    const int32_t *num_tokens_dev; /* optional, transport P2P only: the actual T, at most num_tokens, in device memory;
+                                      with reuse_routing not read */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
