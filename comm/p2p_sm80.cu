@@ -394,7 +394,7 @@ template <typename T, int N> static __device__ __forceinline__ void load_peer(ch
             reinterpret_cast<uint4 *>(to)[i] = __ldcg(reinterpret_cast<const uint4 *>(from) + i);
     } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) to->element[i] = *(const volatile T *)(from + i);
+        for (int i = 0; i < N; i++) to->element[i] = from[i];
     }
 }
 
