@@ -204,6 +204,7 @@ static epmoe_status_t time_cuda(bench_case_t *made, const bench_t *bench, forwar
                             .warmup = bench->warmup,
                             .iters = bench->iters,
                             .comm = bench->program->comm,
+                            .barrier = bench->barrier,
                             .nap = nap};
     EPMOEI_CHECK(cuda_time(&bench->cuda, &timing, made->times));
     epmoe_status_t status = download_timed(made);
