@@ -5,18 +5,18 @@
  * counted on the device, so that the replay of a graph counts too):
  *   route     the ranks of every token, how many rows for each rank; the counts go to every rank as words that carry
  * the epoch (the header) send      waits for the headers of all ranks, after which every rank knows where every row
- * lies at every rank; stores each row, its ids and its weights there; raises rows_there[this rank] at every rank; the
- * last block waits for those of all ranks combine   raises partials_ready[this rank] at every rank, waits for those of
- * all ranks, loads the partial rows of its own tokens from where they were made and sums them Why nothing is
- * overwritten too early, with work of a rank in stream order:
+ * lies at every rank; stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at
+ * every rank when its rows are; the last block to end waits for those of all blocks of all ranks combine   raises
+ * partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of its own tokens from
+ * where they were made and sums them Why nothing is overwritten too early, with work of a rank in stream order:
  *   - A rank's header e says that it is through with everything before: x, ids and weights of e - 1 have been read, and
  *     its loads of other ranks' y of e - 1 have ended. Rows of e go out, and y of e is written, after all headers e.
  *   - Header e + 2 takes the place of header e. A rank sends it after rows_there e + 1 of all ranks, which they raise
  *     when their send of e, the last reader of headers e, has ended.
  *   - Flags hold epochs that only grow; one that is ahead has passed the awaited one.
- * No kernel waits for a block of its own rank that may not be on the device yet: headers leave with the route kernel,
- * the wait for rows is the last block's, and what combine waits for is raised by the first block of every rank before
- * it waits itself. So ranks whose processes take turns on one device get on, slowly.
+ * No kernel waits for a block of its own rank that may not be on the device yet: headers and what combine waits for
+ * leave with the first block of every rank before it waits itself, and the wait for rows is the last block's. So ranks
+ * whose processes take turns on one device get on, slowly.
  *
  * A wait ends after timeout_ns, with the first fault of the communicator in its fault record. Counts that do not fit
  * and errors of a rank are known to all ranks from the same headers, and are every rank's fault in the same dispatch.
@@ -30,14 +30,16 @@
 extern "C" {
 #endif
 
-enum { EPMOEI_P2P_MAX_RANKS = 32 }; /* a token's ranks are a word of bits */
-
-enum { EPMOEI_P2P_GROUP = 32 }; /* tokens whose rows are counted together */
+enum {
+    EPMOEI_P2P_MAX_RANKS = 32,   /* a token's ranks are a word of bits */
+    EPMOEI_P2P_MAX_BLOCKS = 256, /* of a send */
+    EPMOEI_P2P_GROUP = 32,       /* tokens whose rows are counted together */
+};
 
 /* A rank's window, at its addresses in this process. */
 typedef struct epmoei_p2p_window_t {
     uint64_t *headers;        /* [2,R,R+1] by parity of the epoch, source, word: the epoch above, a value below */
-    uint32_t *rows_there;     /* [R] by source */
+    uint32_t *rows_there;     /* [R,MAX_BLOCKS] by source and its block */
     uint32_t *partials_ready; /* [R] by the rank whose partial rows they are */
     int32_t *ids;             /* [max_rows,k] */
     float *weights;           /* [max_rows,k] */
@@ -46,8 +48,9 @@ typedef struct epmoei_p2p_window_t {
     int64_t capacity;         /* max_rows */
 } epmoei_p2p_window_t;
 
-/* The words of a header: */
-#define EPMOEI_P2P_STATUS_BITS 8 /* word 0: the rank's status, above it reuse_routing; then rows for each rank */
+/* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has. The
+ * other words: its rows for each rank. */
+enum { EPMOEI_P2P_REUSE_BIT = 8, EPMOEI_P2P_BLOCKS_BIT = 16 };
 
 /* This rank's own, on the device. */
 typedef struct epmoei_p2p_state_t {
@@ -75,7 +78,7 @@ typedef struct epmoei_p2p_fault_t {
     int32_t host_stops; /* written by the host: waits shall end */
 } epmoei_p2p_fault_t;
 
-/* What all three kernels take. */
+/* What the kernels take. */
 typedef struct epmoei_p2p_args_t {
     const epmoei_p2p_window_t *windows; /* device [R] */
     epmoei_p2p_state_t *state;
@@ -106,12 +109,13 @@ typedef struct epmoei_p2p_args_t {
     const float *shared;
     const void *residual;
     void *y;
-    int32_t num_blocks; /* most blocks of send and combine */
+    int32_t num_sms;     /* of the device */
+    int32_t max_blocks;  /* multiprocessors to be used, at most MAX_BLOCKS */
+    int32_t send_blocks; /* set by the launcher */
 } epmoei_p2p_args_t;
 
 /* Enqueue, nothing else. */
-epmoe_status_t epmoei_p2p_route_sm80(const epmoei_p2p_args_t *args, epmoe_stream_t stream);
-epmoe_status_t epmoei_p2p_send_sm80(const epmoei_p2p_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_p2p_dispatch_sm80(const epmoei_p2p_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_p2p_combine_sm80(const epmoei_p2p_args_t *args, epmoe_stream_t stream);
 
 #ifdef __cplusplus

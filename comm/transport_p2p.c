@@ -194,7 +194,7 @@ static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, 
     epmoei_arena_t arena = {base, 0};
     int64_t size = ep->size, k = ep->config.top_k;
     window->headers = epmoei_carve(&arena, 2 * size * (size + 1) * 8);
-    window->rows_there = epmoei_carve(&arena, 4 * size);
+    window->rows_there = epmoei_carve(&arena, 4 * size * EPMOEI_P2P_MAX_BLOCKS);
     window->partials_ready = epmoei_carve(&arena, 4 * size);
     *cleared = arena.used;
     window->ids = epmoei_carve(&arena, capacity * k * 4);
@@ -247,8 +247,10 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     args->dtype = ep->config.dtype;
     args->partial_dtype = ep->partial_dtype;
     args->error_word = epmoei_error_word();
-    args->num_blocks = ep->config.comm_sms;
-    if (args->num_blocks == 0) args->num_blocks = epmoei_device_info(comm->device)->num_sms;
+    args->num_sms = epmoei_device_info(comm->device)->num_sms;
+    args->max_blocks = ep->config.comm_sms ? ep->config.comm_sms : args->num_sms;
+    if (args->max_blocks > args->num_sms) args->max_blocks = args->num_sms;
+    if (args->max_blocks > EPMOEI_P2P_MAX_BLOCKS) args->max_blocks = EPMOEI_P2P_MAX_BLOCKS;
 
     const epmoei_p2p_window_t *own = &windows[ep->rank];
     ep->num_rows = ep->max_rows;
@@ -294,8 +296,7 @@ static epmoe_status_t dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args
         own.ids = args->ids;
         own.weights = args->weights;
     }
-    epmoe_status_t status = epmoei_p2p_route_sm80(&own, stream);
-    if (status == EPMOE_OK) status = epmoei_p2p_send_sm80(&own, stream);
+    epmoe_status_t status = epmoei_p2p_dispatch_sm80(&own, stream);
     if (status != EPMOE_OK) return epmoei_comm_fail(ep->comm, status);
     return local;
 }
