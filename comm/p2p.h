@@ -15,8 +15,10 @@
  *     when their send of e, the last reader of headers e, has ended.
  *   - Flags hold epochs that only grow; one that is ahead has passed the awaited one.
  * No kernel waits for a block of its own rank that may not be on the device yet: headers and what combine waits for
- * leave with the first block of every rank before it waits itself, and the wait for rows is the last block's. So ranks
- * whose processes take turns on one device get on, slowly.
+ * leave with the first block of every rank before it waits itself, or with a kernel before it, and the wait for rows is
+ * the last block's. So ranks whose processes take turns on one device get on, slowly; and so do two exchanges on two
+ * streams of one process, which ranks may begin in a different order: beside the blocks of one there is room for the
+ * first block of the other.
  *
  * A wait ends after timeout_ns, with the first fault of the communicator in its fault record. Counts that do not fit
  * and errors of a rank are known to all ranks from the same headers, and are every rank's fault in the same dispatch.
