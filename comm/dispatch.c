@@ -28,6 +28,10 @@ static epmoe_status_t check_args(const epmoe_ep_t *ep, epmoe_dispatch_args_t *ow
                            : !own->ids ? "ids"
                                        : "weights",
                            tokens);
+    if (own->max_rank_tokens < 0 || (own->max_rank_tokens && own->max_rank_tokens < tokens))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "max_rank_tokens is %d: expected 0 or at least num_tokens (%d)", own->max_rank_tokens,
+                           tokens);
     if (own->num_tokens_dev && !epmoei_ep_plans_on_device(ep))
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "num_tokens_dev is given: over transport %s with %d ranks T is num_tokens alone",

@@ -40,7 +40,7 @@ enum {
 
 /* A rank's window, at its addresses in this process. */
 typedef struct epmoei_p2p_window_t {
-    uint64_t *headers;        /* [2,R,R+1] by parity of the epoch, source, word: the epoch above, a value below */
+    uint64_t *headers;        /* [2,R,R+2] by parity of the epoch, source, word: the epoch above, a value below */
     uint32_t *rows_there;     /* [R,MAX_BLOCKS] by source and its block */
     uint32_t *partials_ready; /* [R] by the rank whose partial rows they are */
     int32_t *ids;             /* [max_rows,k] */
@@ -51,7 +51,7 @@ typedef struct epmoei_p2p_window_t {
 } epmoei_p2p_window_t;
 
 /* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has. The
- * other words: its rows for each rank. */
+ * other words: its rows for each rank, and max_rank_tokens. */
 enum { EPMOEI_P2P_REUSE_BIT = 8, EPMOEI_P2P_BLOCKS_BIT = 16 };
 
 /* This rank's own, on the device. */
@@ -74,8 +74,9 @@ typedef struct epmoei_p2p_fault_t {
     int32_t phase;
     int32_t peer;
     uint32_t epoch;
-    int64_t value;      /* CAPACITY: rows; PEER: its status; MISMATCH: its reuse_routing */
-    int64_t bound;      /* CAPACITY: rows that fit */
+    int64_t value;      /* CAPACITY: rows; PEER: its status; MISMATCH: its value of the field */
+    int64_t bound;      /* CAPACITY: rows that fit; MISMATCH: rank 0's value of the field */
+    int32_t field;      /* MISMATCH: 0 reuse_routing, 1 max_rank_tokens */
     int64_t waited_ns;  /* TIMEOUT */
     int32_t host_stops; /* written by the host: waits shall end */
 } epmoei_p2p_fault_t;
@@ -100,6 +101,7 @@ typedef struct epmoei_p2p_args_t {
     /* of a dispatch */
     int32_t local_status; /* not OK: this rank takes part without tokens, and all ranks learn why */
     int32_t reuse_routing;
+    int32_t max_rank_tokens;
     int32_t num_tokens;
     const int32_t *num_tokens_dev; /* or NULL */
     const void *x;

@@ -7,7 +7,7 @@
 
 static constexpr int kP2pThreads = 512; /* two blocks of different kernels fit on a multiprocessor */
 static constexpr int kP2pWarp = 32;
-static constexpr int kP2pPollsPerLook = 16; /* polls between two looks at the clock */
+static constexpr int kP2pPollsPerLook = 128; /* polls between two looks at the clock and at the host's memory */
 static constexpr uint32_t kP2pAll = 0xFFFFFFFFu;
 static_assert(EPMOEI_P2P_MAX_RANKS <= kP2pWarp && EPMOEI_P2P_GROUP == kP2pWarp,
               "a lane for every rank, and for every token of a group");
@@ -16,7 +16,8 @@ static_assert(EPMOEI_P2P_MAX_RANKS <= kP2pWarp && EPMOEI_P2P_GROUP == kP2pWarp,
 
 /* The first one counts. */
 static __device__ void p2p_raise(const epmoei_p2p_args_t &args, epmoe_status_t status, epmoei_p2p_phase_t phase,
-                                 int32_t peer, uint32_t epoch, int64_t value, int64_t bound, int64_t waited_ns)
+                                 int32_t peer, uint32_t epoch, int64_t value, int64_t bound, int32_t field,
+                                 int64_t waited_ns)
 {
     if (atomicCAS(args.failed, 0, 1) != 0) return;
     volatile epmoei_p2p_fault_t *fault = args.fault;
@@ -25,6 +26,7 @@ static __device__ void p2p_raise(const epmoei_p2p_args_t &args, epmoe_status_t s
     fault->epoch = epoch;
     fault->value = value;
     fault->bound = bound;
+    fault->field = field;
     fault->waited_ns = waited_ns;
     __threadfence_system();
     fault->status = status;
@@ -45,7 +47,7 @@ static __device__ bool p2p_gives_up(const epmoei_p2p_args_t &args, int64_t start
     int64_t waited = ptx_global_timer() - start;
     bool stopped = ptx_load_relaxed_system(&args.fault->host_stops) != 0;
     if (waited < args.timeout_ns && !stopped) return false;
-    p2p_raise(args, EPMOE_ERROR_TIMEOUT, phase, peer, epoch, 0, 0, waited);
+    p2p_raise(args, EPMOE_ERROR_TIMEOUT, phase, peer, epoch, 0, 0, 0, waited);
     return true;
 }
 

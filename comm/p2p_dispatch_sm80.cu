@@ -88,13 +88,15 @@ static __device__ int32_t scan_groups(int32_t *counts, int64_t groups)
 static __device__ void send_headers(const epmoei_p2p_args_t &args, const epmoei_p2p_window_t *windows, uint32_t epoch,
                                     const int32_t *counts)
 {
-    const int32_t words = args.size + 1;
+    const int32_t words = args.size + 2;
     const int64_t at = ((int64_t)(epoch % 2) * args.size + args.rank) * words;
     const uint32_t head = (uint32_t)args.local_status | (uint32_t)args.reuse_routing << EPMOEI_P2P_REUSE_BIT |
                           (uint32_t)args.send_blocks << EPMOEI_P2P_BLOCKS_BIT;
     for (int32_t i = threadIdx.x; i < args.size * words; i += blockDim.x) {
         int32_t peer = i / words, word = i % words;
-        uint32_t value = word == 0 ? head : (uint32_t)counts[word - 1];
+        uint32_t value = word == 0           ? head
+                         : word <= args.size ? (uint32_t)counts[word - 1]
+                                             : (uint32_t)args.max_rank_tokens;
         ptx_store_relaxed_system(windows[peer].headers + at + word, (uint64_t)epoch << 32 | value);
     }
 }
@@ -146,6 +148,7 @@ struct plan_t {
     epmoei_p2p_window_t window[kMaxRanks];
     int32_t counts[kMaxRanks][kMaxRanks]; /* rows by source and destination */
     uint32_t head[kMaxRanks];             /* word 0 of each header */
+    int32_t max_rank_tokens[kMaxRanks];   /* the last word */
     int32_t first_row[kMaxRanks];         /* of this rank's rows at each destination */
     int32_t num_rows;                     /* that come here */
 };
@@ -160,7 +163,7 @@ struct routes_t {
 /* `window` is there already. */
 static __device__ bool wait_for_headers(const epmoei_p2p_args_t &args, uint32_t epoch, plan_t *plan)
 {
-    const int32_t words = args.size + 1;
+    const int32_t words = args.size + 2;
     const uint64_t *headers = plan->window[args.rank].headers + (int64_t)(epoch % 2) * args.size * words;
     const int64_t start = ptx_global_timer();
     bool there = true;
@@ -170,13 +173,15 @@ static __device__ bool wait_for_headers(const epmoei_p2p_args_t &args, uint32_t 
         there = p2p_wait_for_word(args, headers + i, start, source, epoch, &value);
         if (word == 0)
             plan->head[source] = value;
+        else if (word > args.size)
+            plan->max_rank_tokens[source] = (int32_t)value;
         else
             plan->counts[source][word - 1] = (int32_t)value;
     }
     return !__syncthreads_or(!there);
 }
 
-/* Every rank comes to the same verdict. */
+/* Every rank comes to the same verdict. A rank that failed comes first: what else its header says means nothing. */
 static __device__ bool judge_headers(const epmoei_p2p_args_t &args, uint32_t epoch, plan_t *plan)
 {
     bool good = true;
@@ -184,7 +189,8 @@ static __device__ bool judge_headers(const epmoei_p2p_args_t &args, uint32_t epo
         const int32_t r = threadIdx.x;
         const bool is_rank = r < args.size;
         const uint32_t head = plan->head[is_rank ? r : 0], status = head & ((1u << EPMOEI_P2P_REUSE_BIT) - 1);
-        const uint32_t reuse = head >> EPMOEI_P2P_REUSE_BIT & 1, of_first = plan->head[0] >> EPMOEI_P2P_REUSE_BIT & 1;
+        const int32_t reuse = head >> EPMOEI_P2P_REUSE_BIT & 1, reuse_first = plan->head[0] >> EPMOEI_P2P_REUSE_BIT & 1;
+        const int32_t most = plan->max_rank_tokens[is_rank ? r : 0], most_first = plan->max_rank_tokens[0];
         int64_t rows = 0, before = 0;
         for (int32_t source = 0; source < args.size && is_rank; source++) {
             if (source == args.rank) before = rows;
@@ -192,21 +198,22 @@ static __device__ bool judge_headers(const epmoei_p2p_args_t &args, uint32_t epo
         }
         if (is_rank) plan->first_row[r] = (int32_t)before;
         if (r == args.rank) plan->num_rows = (int32_t)rows;
-        const uint32_t failing = __ballot_sync(kP2pAll, status != 0),
-                       differs = __ballot_sync(kP2pAll, reuse != of_first);
+        const uint32_t failing = __ballot_sync(kP2pAll, status != 0);
+        const uint32_t differs = __ballot_sync(kP2pAll, reuse != reuse_first || most != most_first);
         const uint32_t full = __ballot_sync(kP2pAll, is_rank && rows > plan->window[r].capacity);
         const uint32_t verdict = failing ? failing : differs ? differs : full;
         good = verdict == 0;
-        if (!good && r == __ffs((int)verdict) - 1)
-            p2p_raise(args,
-                      failing   ? EPMOE_ERROR_PEER
-                      : differs ? EPMOE_ERROR_MISMATCH
-                                : EPMOE_ERROR_CAPACITY,
-                      EPMOEI_P2P_HEADERS, r, epoch,
-                      failing   ? (int64_t)status
-                      : differs ? (int64_t)reuse
-                                : rows,
-                      plan->window[r].capacity, 0);
+        if (!good && r == __ffs((int)verdict) - 1) {
+            if (failing)
+                p2p_raise(args, EPMOE_ERROR_PEER, EPMOEI_P2P_HEADERS, r, epoch, status, 0, 0, 0);
+            else if (differs && reuse != reuse_first)
+                p2p_raise(args, EPMOE_ERROR_MISMATCH, EPMOEI_P2P_HEADERS, r, epoch, reuse, reuse_first, 0, 0);
+            else if (differs)
+                p2p_raise(args, EPMOE_ERROR_MISMATCH, EPMOEI_P2P_HEADERS, r, epoch, most, most_first, 1, 0);
+            else
+                p2p_raise(args, EPMOE_ERROR_CAPACITY, EPMOEI_P2P_HEADERS, r, epoch, rows, plan->window[r].capacity, 0,
+                          0);
+        }
     }
     return !__syncthreads_or(!good);
 }

@@ -56,8 +56,9 @@ static epmoe_status_t describe(const epmoe_comm_t *comm, const epmoei_p2p_fault_
         return epmoei_fail(status, "dispatch: rank %d would receive %lld rows, its capacity is %lld", peer,
                            (long long)fault->value, (long long)fault->bound);
     case EPMOE_ERROR_MISMATCH:
-        return epmoei_fail(status, "dispatch: reuse_routing is %lld on rank %d and %lld on rank 0",
-                           (long long)fault->value, peer, 1 - (long long)fault->value);
+        return epmoei_fail(status, "dispatch: %s is %lld on rank 0 and %lld on rank %d",
+                           fault->field ? "max_rank_tokens" : "reuse_routing", (long long)fault->bound,
+                           (long long)fault->value, peer);
     default:
         return epmoei_fail(status, "dispatch: %s%d failed (%s)", peer == rank ? "this rank, " : "rank ", peer,
                            epmoe_status_string((epmoe_status_t)fault->value));
@@ -193,7 +194,7 @@ static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, 
 {
     epmoei_arena_t arena = {base, 0};
     int64_t size = ep->size, k = ep->config.top_k;
-    window->headers = epmoei_carve(&arena, 2 * size * (size + 1) * 8);
+    window->headers = epmoei_carve(&arena, 2 * size * (size + 2) * 8);
     window->rows_there = epmoei_carve(&arena, 4 * size * EPMOEI_P2P_MAX_BLOCKS);
     window->partials_ready = epmoei_carve(&arena, 4 * size);
     *cleared = arena.used;
@@ -292,10 +293,14 @@ static epmoe_status_t dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args
         own.reuse_routing = args->reuse_routing;
         own.num_tokens = args->num_tokens;
         own.num_tokens_dev = args->num_tokens_dev;
+        own.max_rank_tokens = args->max_rank_tokens;
         own.x = args->x;
         own.ids = args->ids;
         own.weights = args->weights;
     }
+    ep->num_rows = ep->max_rows;
+    if (own.max_rank_tokens)
+        ep->num_rows = (int32_t)epmoei_min64(ep->max_rows, (int64_t)ep->size * own.max_rank_tokens);
     epmoe_status_t status = epmoei_p2p_dispatch_sm80(&own, stream);
     if (status != EPMOE_OK) return epmoei_comm_fail(ep->comm, status);
     return local;

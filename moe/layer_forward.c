@@ -43,6 +43,10 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
     if (own->num_tokens < 0 || own->num_tokens > max_tokens)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_tokens is %d: expected 0..%d (max_tokens)",
                            own->num_tokens, max_tokens);
+    if (own->max_rank_tokens < 0 || (own->max_rank_tokens && own->max_rank_tokens < own->num_tokens))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "max_rank_tokens is %d: expected 0 or at least num_tokens (%d)", own->max_rank_tokens,
+                           own->num_tokens);
     if (own->num_tokens_dev && layer->backend == EPMOE_BACKEND_CPU) {
         int32_t actual = *own->num_tokens_dev;
         if (actual < 0 || actual > own->num_tokens)
@@ -315,6 +319,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     dispatch.ids = forward->ids;
     dispatch.weights = forward->weights;
     dispatch.num_tokens_dev = args->num_tokens_dev;
+    dispatch.max_rank_tokens = args->max_rank_tokens;
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 

@@ -121,6 +121,7 @@ static void enqueue_dispatch(layer_t *layer, const int32_t *tokens_dev, int32_t 
 {
     epmoe_dispatch_args_t args = exchange_dispatch_args(&layer->in, num_tokens);
     args.num_tokens_dev = tokens_dev;
+    args.max_rank_tokens = MAX_T;
     exchange_must(epmoe_dispatch(layer->ep, &args, &layer->rows, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->rows.y, layer->rows.x, layer->rows.max_rows * kRow, exchange_stream));
 }
@@ -250,7 +251,8 @@ static void error(const char *kind, epmoe_status_t mine, epmoe_status_t others, 
     if (culprit && !strcmp(kind, "tokens")) args.num_tokens = config.max_tokens + 1;
     if (culprit && !strcmp(kind, "null")) args.ids = NULL;
     if (culprit && !strcmp(kind, "reuse")) args.reuse_routing = 1;
-    bool at_once = culprit && strcmp(kind, "reuse");
+    if (!strcmp(kind, "promise")) args.max_rank_tokens = rank == 1 ? 9 : 10;
+    bool at_once = culprit && strcmp(kind, "reuse") && strcmp(kind, "promise");
     double start = epmoei_now_seconds();
     epmoe_status_t status = epmoe_dispatch(ep, &args, &rows, exchange_stream);
     exchange_must_fail(status, at_once ? mine : EPMOE_OK, at_once ? words : NULL, kind);
@@ -285,7 +287,8 @@ static void errors(void)
     error("aligned", bad, peer, rank == 1 ? "aligned to 16 bytes" : "rank 1 failed");
     error("tokens", bad, peer, rank == 1 ? "max_tokens" : "rank 1 failed");
     error("null", bad, peer, rank == 1 ? "ids is NULL" : "rank 1 failed");
-    error("reuse", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH, "reuse_routing is 1 on rank 1 and 0 on rank 0");
+    error("reuse", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH, "reuse_routing is 0 on rank 0 and 1 on rank 1");
+    error("promise", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH, "max_rank_tokens is 10 on rank 0 and 9 on rank 1");
     error("capacity", EPMOE_ERROR_CAPACITY, EPMOE_ERROR_CAPACITY, "its capacity is 3");
 }
 

@@ -1005,6 +1005,9 @@ typedef struct epmoe_dispatch_args_t {
     const float *weights;  /* [T,k]; the weight of an unused slot is not read */
     const int32_t *num_tokens_dev; /* optional, transport P2P only: the actual T, at most num_tokens, in device memory;
                                       with reuse_routing not read */
+    int32_t max_rank_tokens; /* a promise, the same on all ranks: none has more tokens in this dispatch; 0 = none has
+                                more than its max_tokens. Over P2P, where the host knows no counts, what follows is
+                                made for size times as many rows */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
@@ -1220,8 +1223,8 @@ EPMOE_API const char *epmoe_stage_string(epmoe_stage_t stage);
 
 typedef struct epmoe_forward_args_t {
     size_t struct_size;
-    int32_t num_tokens; /* T <= max_tokens; ranks may differ */
-    int32_t reserved;
+    int32_t num_tokens;            /* T <= max_tokens; ranks may differ */
+    int32_t max_rank_tokens;       /* see epmoe_dispatch_args_t; 0 = no promise */
     const void *x;                 /* [T,d] of dtype */
     void *y;                       /* out [T,d] of dtype; may alias x or residual */
     const void *residual;          /* [T,d] of dtype or NULL: added to y before rounding */
