@@ -11,6 +11,9 @@ const epmoei_transport_ops_t *epmoei_transport_ops(epmoe_transport_t transport)
 #if EPMOE_HAVE_NCCL
     case EPMOE_TRANSPORT_NCCL: return &epmoei_transport_nccl;
 #endif
+#if EPMOE_HAVE_CUDA
+    case EPMOE_TRANSPORT_P2P: return &epmoei_transport_p2p;
+#endif
     case EPMOE_TRANSPORT_LOCAL:
     case EPMOE_TRANSPORT_MPI: return &epmoei_transport_mpi;
     default: return NULL;

@@ -134,6 +134,42 @@ __device__ __forceinline__ uint4 ptx_load_16(const void *global, bool valid)
     return v;
 }
 
+/* Words that ranks exchange through memory which both map: of the system's scope. */
+__device__ __forceinline__ uint64_t ptx_load_acquire_system(const uint64_t *word)
+{
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_acquire_system(const uint32_t *word)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ int32_t ptx_load_relaxed_system(const int32_t *word)
+{
+    int32_t v;
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ void ptx_store_relaxed_system(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ void ptx_store_release_system(uint32_t *word, uint32_t value)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/* Nanoseconds, the same clock for all kernels of a device. */
+__device__ __forceinline__ int64_t ptx_global_timer()
+{
+    int64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane i gives the row address i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared)
 {

@@ -44,6 +44,10 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
     if (own->num_tokens < 0 || own->num_tokens > max_tokens)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_tokens is %d: expected 0..%d (max_tokens)",
                            own->num_tokens, max_tokens);
+    if (own->max_rank_tokens < 0 || (own->max_rank_tokens && own->max_rank_tokens < own->num_tokens))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "max_rank_tokens is %d: expected 0 or at least num_tokens (%d)", own->max_rank_tokens,
+                           own->num_tokens);
     if (own->num_tokens_dev && layer->backend == EPMOE_BACKEND_CPU) {
         int32_t actual = *own->num_tokens_dev;
         if (actual < 0 || actual > own->num_tokens)
@@ -52,10 +56,11 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
         own->num_tokens = actual;
         own->num_tokens_dev = NULL;
     }
-    /* Those transports plan on the host, which cannot know a count that only the device has. */
-    if (own->num_tokens_dev && layer->ep)
+    /* A transport that plans on the host cannot know a count that only the device has. */
+    if (own->num_tokens_dev && layer->ep && !epmoei_ep_counts_on_device(layer->ep))
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "num_tokens_dev is given: on CUDA with several ranks this version takes T from num_tokens");
+                           "num_tokens_dev is given: over transport %s with several ranks T is num_tokens alone",
+                           epmoe_transport_string(layer->comm->transport));
     if (own->stage_us && layer->backend != EPMOE_BACKEND_CPU)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "stage_us is given: on CUDA stages are timed by stage_events");
     if (own->stage_events && layer->backend != EPMOE_BACKEND_CUDA)
@@ -71,8 +76,8 @@ static void choose_router_outputs(forward_t *forward)
 {
     const epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
-    /* Between ranks a later failure must leave the caller's arrays alone. */
-    bool direct = layer->backend == EPMOE_BACKEND_CUDA && !layer->ep;
+    /* Between ranks a later failure must leave the caller's arrays alone, if this call is to report it. */
+    bool direct = layer->backend == EPMOE_BACKEND_CUDA && (!layer->ep || epmoei_ep_counts_on_device(layer->ep));
     forward->logits = direct && args->logits_out ? args->logits_out : layer->workspace.logits;
     forward->ids = direct && args->ids_out ? args->ids_out : layer->workspace.ids;
     forward->weights = direct && args->weights_out ? args->weights_out : layer->workspace.weights;
@@ -356,6 +361,8 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     dispatch.x = args->x;
     dispatch.ids = forward->ids;
     dispatch.weights = forward->weights;
+    dispatch.num_tokens_dev = args->num_tokens_dev;
+    dispatch.max_rank_tokens = args->max_rank_tokens;
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 
@@ -369,6 +376,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     if (local == EPMOE_OK && layer->local_experts) {
         epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
                                                     rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
+        if (epmoei_ep_counts_on_device(layer->ep)) experts.num_tokens_dev = rows.num_rows;
         local = epmoei_experts_run(&experts, false, forward->stream, stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
