@@ -26,8 +26,6 @@ static int refuse(bench_t *bench)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
     bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
     const char *format = options->weight_format ? bench_dtype_name(bench) : "";
-    if (options->weight_format && cuda)
-        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: on CUDA bf16 or fp16", format);
     if (options->weight_format && options->op)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: --op takes bf16, fp16 or fp32",
                                   format);
