@@ -120,14 +120,19 @@ template <int kChunks> __device__ __forceinline__ int staged_offset(int token, i
     return token * kChunks * 16 + ((chunk ^ (kChunks == 8 ? token & 7 : token >> 1 & 3)) << 4);
 }
 
-/* One warp: a tile's outputs, part by part, to y. */
-template <int kChunks>
+/* One warp: a tile's outputs, part by part, to y. All of kInFlight loads are under way before the first store, and a
+ * store is a predicate, not a branch: consumers wait for this warp. */
+template <int kChunks, int kInFlight>
 __device__ __forceinline__ void store_parts(const gemm_params_t &p, const epilogue_t &e, ring_t &parts)
 {
-    constexpr int kPerRound = 32 / kChunks, kRounds = kPartRows<kChunks> / kPerRound, kInFlight = 4;
+    constexpr int kPerRound = 32 / kChunks, kRounds = kPartRows<kChunks> / kPerRound;
     const int lane = threadIdx.x % 32, chunk = lane % kChunks, own = lane / kChunks, col = e.col + chunk * 8;
+    const int num_rows = col < p.n_out ? e.num_rows : 0;
+    const int64_t pitch = (int64_t)p.n_out * 2;
+    char *const y = (char *)p.y + col * 2;
     for (int first = 0; first < e.num_rows; first += kPartRows<kChunks>, parts.advance(kStagingParts)) {
         const char *from = e.staging + parts.stage * kStagingPartBytes;
+        const int32_t *rows_from = e.rows + first + own;
         wait_barrier(ptx_shared_address(&e.barriers->full[parts.stage]), parts.parity);
 #pragma unroll 1
         for (int i = 0; i < kRounds; i += kInFlight) {
@@ -135,13 +140,13 @@ __device__ __forceinline__ void store_parts(const gemm_params_t &p, const epilog
             uint4 held[kInFlight];
 #pragma unroll
             for (int j = 0; j < kInFlight; j++) {
-                const int token = own + (i + j) * kPerRound;
-                rows[j] = first + token < e.num_rows && col < p.n_out ? e.rows[first + token] : -1;
-                held[j] = *(const uint4 *)(from + staged_offset<kChunks>(token, chunk));
+                rows[j] = rows_from[(i + j) * kPerRound]; /* past the tile's: any value */
+                held[j] = *(const uint4 *)(from + staged_offset<kChunks>(own + (i + j) * kPerRound, chunk));
             }
 #pragma unroll
             for (int j = 0; j < kInFlight; j++)
-                if (rows[j] >= 0) *(uint4 *)((char *)p.y + ((int64_t)rows[j] * p.n_out + col) * 2) = held[j];
+                ptx_store_16_if(y + rows[j] * pitch, held[j],
+                                rows[j] >= 0 && first + own + (i + j) * kPerRound < num_rows);
         }
         ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->empty[parts.stage]));
     }

@@ -173,7 +173,7 @@ __device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t
 }
 
 /* One warp for a warpgroup of consumers. */
-__device__ __forceinline__ void store(const gemm_params_t &p, const block_t &b, int32_t group)
+template <int kInFlight> __device__ __forceinline__ void store(const gemm_params_t &p, const block_t &b, int32_t group)
 {
     epilogue_t e;
     take_staging(b, group, e);
@@ -184,9 +184,9 @@ __device__ __forceinline__ void store(const gemm_params_t &p, const block_t &b, 
         if (tile.width == 0) return;
         read_notes(p, b, notes.stage, tile, e);
         if (p.gated)
-            store_parts<4>(p, e, parts);
+            store_parts<4, kInFlight>(p, e, parts);
         else
-            store_parts<8>(p, e, parts);
+            store_parts<8, kInFlight>(p, e, parts);
         ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
     }
 }
@@ -293,15 +293,15 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 56>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 72>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
         else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
-            store(p, b, threadIdx.x / 32 - 2);
+            store<kMaxN <= kNarrow ? 2 : 8>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 224>();
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 216>();
         consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
