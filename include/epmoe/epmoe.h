@@ -1085,7 +1085,8 @@ typedef struct epmoe_layer_config_t {
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
     int32_t fp8_activations;      /* of FP8_BLOCK weights: 1 = x and h are first quantised, 128 columns per scale, as in
                                      epmoe_experts_args_t, -1 = they are not; 0 = where that is faster: on CUDA devices
-                                     of compute capability 9.0, for weights that the kernel takes */
+                                     of compute capability 9.0, for weights that the kernel takes and more than a few
+                                     tokens */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
