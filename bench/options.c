@@ -82,6 +82,7 @@ static const char k_help[] =
     "                           rank), router (not forced; default with --checkpoint)\n"
     "  --decoder                the whole decoder layer\n"
     "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum,\n"
+    "                           quantize_fp8, dequant,\n"
     "                           on the CPU rms_norm, rope, qk_norm_rope, cache_write, attention (decode), prefill,\n"
     "                           sample, spec_verify,\n"
     "                           on CUDA router: product, topk and align as the layer does them\n"
@@ -247,10 +248,10 @@ static const char *parse_flag(const char *text, int32_t *value)
 static const char *parse_option(options_t *options, int option, const char *text)
 {
     static const char *const formats[] = {"table", "json", NULL};
-    static const char *const ops[] = {"topk",         "align",       "permute",   "unpermute", "grouped_gemm",
-                                      "silu_and_mul", "sum",         "router",    "rms_norm",  "rope",
-                                      "qk_norm_rope", "cache_write", "attention", "prefill",   "sample",
-                                      "spec_verify",  NULL};
+    static const char *const ops[] = {"topk",         "align",  "permute",      "unpermute",   "grouped_gemm",
+                                      "silu_and_mul", "sum",    "quantize_fp8", "dequant",     "router",
+                                      "rms_norm",     "rope",   "qk_norm_rope", "cache_write", "attention",
+                                      "prefill",      "sample", "spec_verify",  NULL};
     static const char list_expected[] = "numbers from 0 on, with commas between them";
     const char *expected = NULL;
     int32_t flag = 1;
@@ -293,8 +294,8 @@ static const char *parse_option(options_t *options, int option, const char *text
         options->op = text;
         return find_name(ops, text) >= 0
                    ? NULL
-                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum, router, rms_norm, "
-                     "rope, qk_norm_rope, cache_write, attention, prefill, sample or spec_verify";
+                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum, quantize_fp8, dequant, "
+                     "router, rms_norm, rope, qk_norm_rope, cache_write, attention, prefill, sample or spec_verify";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);
     case OPT_INJECT_NAN: options->inject_nan = true; break;

@@ -232,10 +232,10 @@ extern "C" epmoe_status_t epmoei_dequant_sm80(const epmoe_dequant_args_t *args, 
 {
     const epmoe_weight_t *weight = &args->weight;
     EPMOEI_CHECK_ALIGNED(args->w, 16);
-    EPMOEI_CHECK_ALIGNED(weight->data, 16);
-    EPMOEI_CHECK_ALIGNED(weight->scales, 4);
-    EPMOEI_CHECK_ALIGNED(weight->zeros, 4);
-    EPMOEI_CHECK_ALIGNED(weight->g_idx, 4);
+    EPMOEI_CHECK_ALIGNED(args->weight.data, 16);
+    EPMOEI_CHECK_ALIGNED(args->weight.scales, 4);
+    EPMOEI_CHECK_ALIGNED(args->weight.zeros, 4);
+    EPMOEI_CHECK_ALIGNED(args->weight.g_idx, 4);
     dequant_t d = {};
     d.format = weight->format;
     d.n = args->n;

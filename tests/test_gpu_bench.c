@@ -178,11 +178,25 @@ Test(gpu_bench, no_tokens)
     testing_process_free(&process);
 }
 
+/* Random experts in each quantised format, against the reference. */
+Test(gpu_bench, quantised_random_weights)
+{
+    need_device();
+    static const char *const dtypes[] = {"fp8", "w4", "mxfp4"};
+    for (int i = 0; i < 3; i++) {
+        testing_process_t process =
+            run_bench("--model olmoe-1b-7b --tokens 1,40 --iters 3 --format json --dtype %s", dtypes[i]);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", dtypes[i], process.exit_code, process.errors);
+        assert_right(&process, 2, true);
+        testing_process_free(&process);
+    }
+}
+
 Test(gpu_bench, single_ops)
 {
     need_device();
-    static const char *const ops[] = {"topk",         "align",        "permute", "unpermute",
-                                      "grouped_gemm", "silu_and_mul", "sum",     "router"};
+    static const char *const ops[] = {"topk",         "align", "permute", "unpermute",    "grouped_gemm",
+                                      "silu_and_mul", "sum",   "router",  "quantize_fp8", "dequant"};
     static const char *const options[] = {"--model olmoe-1b-7b --graph 0", "--model deepseek-v3", "--dtype fp16"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++)
         for (size_t j = 0; j < sizeof options / sizeof options[0]; j++) {

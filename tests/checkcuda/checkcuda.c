@@ -20,6 +20,10 @@ static const struct {
               {"grouped_gemm_fp8", check_gemm_fp8},
               {"experts_few", check_experts_few},
               {"route", check_route},
+              {"dequant", check_dequant},
+              {"quantize_fp8", check_quantize_fp8},
+              {"gemm_quant", check_gemm_quant},
+              {"few_quant", check_few_quant},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)
