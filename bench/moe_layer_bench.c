@@ -103,6 +103,7 @@ static epmoe_status_t configure(bench_t *bench)
     epmoe_layer_config_t *config = &bench->config;
     config->dtype = options->dtype;
     if (!options->checkpoint) config->weight_format = options->weight_format;
+    config->fp8_activations = options->fp8_activations;
     config->capacity = options->capacity;
     config->max_tokens = 1;
     for (int32_t i = 0; i < options->num_cases; i++) {
@@ -145,25 +146,6 @@ static epmoe_status_t inject_nan(const bench_t *bench)
     return epmoei_stream_wait(bench->backend, NULL);
 }
 
-/* What the weights have made the layer choose. */
-static void find_fp8_activations(bench_t *bench)
-{
-    const epmoe_layer_config_t *config = &bench->layer->config;
-    const epmoei_packed_weights_t *w = &bench->layer->weights;
-    const epmoei_layer_formats_t *formats = &w->formats;
-    epmoe_weight_t gate_up =
-        epmoei_layer_weight(formats->gate_up, &formats->gate_up_pack, w->gate_up, &w->gate_up_arrays);
-    epmoe_weight_t down = epmoei_layer_weight(formats->down, &formats->down_pack, w->down, &w->down_arrays);
-    bench->reference.fp8_experts =
-        epmoei_layer_fp8_activations(config, bench->backend, &gate_up, &down, config->intermediate);
-    gate_up = epmoei_layer_weight(formats->shared_gate_up, &formats->shared_gate_up_pack, w->shared_gate_up,
-                                  &w->shared_gate_up_arrays);
-    down =
-        epmoei_layer_weight(formats->shared_down, &formats->shared_down_pack, w->shared_down, &w->shared_down_arrays);
-    bench->reference.fp8_shared =
-        epmoei_layer_fp8_activations(config, bench->backend, &gate_up, &down, config->shared_intermediate);
-}
-
 static epmoe_status_t make_layer(bench_t *bench)
 {
     epmoe_comm_t *comm = bench->program->comm;
@@ -179,7 +161,6 @@ static epmoe_status_t make_layer(bench_t *bench)
         EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
     }
     report_idle(bench);
-    find_fp8_activations(bench);
     if (bench->options->inject_nan) EPMOEI_CHECK(epmoe_comm_agree(comm, inject_nan(bench)));
     EPMOEI_CHECK(epmoe_comm_agree(
         comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));

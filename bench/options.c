@@ -23,6 +23,7 @@ enum {
     OPT_GRAPH,
     OPT_DECODER,
     OPT_CHECK,
+    OPT_ACT,
     OPT_FORMAT,
     OPT_SEED,
     OPT_TIMEOUT,
@@ -50,6 +51,7 @@ static const struct option k_options[] = {
     {"graph", required_argument, NULL, OPT_GRAPH},
     {"decoder", no_argument, NULL, OPT_DECODER},
     {"check", optional_argument, NULL, OPT_CHECK},
+    {"act", required_argument, NULL, OPT_ACT},
     {"format", required_argument, NULL, OPT_FORMAT},
     {"seed", required_argument, NULL, OPT_SEED},
     {"timeout", required_argument, NULL, OPT_TIMEOUT},
@@ -76,6 +78,7 @@ static const char k_help[] =
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
     "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
+    "  --act A                  of fp8 weights: fp8 = activations are quantised too, none; default what is faster\n"
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
@@ -288,6 +291,10 @@ static const char *parse_option(options_t *options, int option, const char *text
         break;
     case OPT_TIMEOUT:
         return parse_double(text, 1e-3, 1e6, &options->timeout_s) ? NULL : "seconds from 0.001 to 1000000";
+    case OPT_ACT:
+        if (strcmp(text, "fp8") && strcmp(text, "none")) return "fp8 or none";
+        options->fp8_activations = strcmp(text, "fp8") ? -1 : 1;
+        break;
     case OPT_OP:
         options->op = text;
         return find_name(ops, text) >= 0

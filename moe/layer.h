@@ -50,7 +50,7 @@ typedef struct epmoei_packed_weights_t {
 epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
                                    const epmoei_pack_arrays_t *arrays);
 
-/* Whether the two products of these weights, f wide between them, quantise their activations. */
+/* Whether the two products of these weights, f wide between them, quantise the activations of many tokens. */
 int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_backend_t backend,
                                      const epmoe_weight_t *gate_up, const epmoe_weight_t *down, int32_t f);
 
@@ -109,6 +109,9 @@ struct epmoe_layer {
  * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. */
 epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
                                           epmoe_stream_t stream);
+
+/* Whether this rank's experts, or the shared one, quantise the activations of so many tokens. */
+bool epmoei_layer_quantises(const epmoe_layer_t *layer, int32_t tokens, bool shared);
 
 /* Checks and fills defaults. */
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);

@@ -181,22 +181,30 @@ static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *or
     return epmoe_topk(&topk, forward->stream);
 }
 
-/* Few tokens: the shared expert as the only one there is. */
-static epmoe_experts_args_t shared_as_experts(const forward_t *forward)
+/* Kernels for few tokens read weights alone, and leave activations as they are. */
+static void choose_fp8_activations(const epmoe_layer_t *layer, epmoe_experts_args_t *experts)
 {
-    const epmoe_layer_config_t *config = &forward->layer->config;
-    const epmoei_packed_weights_t *weights = &forward->layer->weights;
-    const epmoei_layer_workspace_t *workspace = &forward->layer->workspace;
+    if (layer->config.fp8_activations == 0 && epmoei_experts_few_takes(experts)) return;
+    experts->fp8_activations = epmoei_layer_fp8_activations(&layer->config, layer->backend, &experts->gate_up,
+                                                            &experts->down, experts->intermediate);
+}
+
+/* The shared expert as the only one there is. */
+static epmoe_experts_args_t shared_as_experts(const epmoe_layer_t *layer, const epmoe_forward_args_t *args)
+{
+    const epmoe_layer_config_t *config = &layer->config;
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    const epmoei_layer_workspace_t *workspace = &layer->workspace;
     epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
-    experts.backend = forward->layer->backend;
-    experts.num_tokens = forward->args.num_tokens;
-    experts.num_tokens_dev = forward->args.num_tokens_dev;
+    experts.backend = layer->backend;
+    experts.num_tokens = args->num_tokens;
+    experts.num_tokens_dev = args->num_tokens_dev;
     experts.top_k = experts.num_experts = 1;
     experts.hidden = config->hidden;
     experts.intermediate = config->shared_intermediate;
     experts.dtype = config->dtype;
     experts.y_dtype = EPMOE_F32;
-    experts.x = forward->args.x;
+    experts.x = args->x;
     experts.ids = workspace->shared_ids;
     experts.weights = config->shared_gated ? workspace->shared_gate : workspace->shared_ones;
     experts.gate_up = epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
@@ -207,6 +215,7 @@ static epmoe_experts_args_t shared_as_experts(const forward_t *forward)
     experts.activation = config->activation;
     experts.alpha = config->alpha;
     experts.limit = config->limit;
+    choose_fp8_activations(layer, &experts);
     experts.y = workspace->shared;
     return experts;
 }
@@ -231,28 +240,21 @@ static epmoe_status_t run_shared(forward_t *forward)
     }
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(epmoei_kernels(layer->backend, &kernels));
-    const epmoe_experts_args_t few = shared_as_experts(forward);
-    if (kernels->experts_few_gate_up && epmoei_experts_few_takes(&few)) {
-        EPMOEI_CHECK(kernels->experts_few_gate_up(&few, workspace->shared_h, forward->stream));
-        return kernels->experts_few_down(&few, workspace->shared_h, forward->stream);
+    const epmoe_experts_args_t experts = shared_as_experts(layer, &forward->args);
+    if (kernels->experts_few_gate_up && epmoei_experts_few_takes(&experts)) {
+        EPMOEI_CHECK(kernels->experts_few_gate_up(&experts, workspace->shared_h, forward->stream));
+        return kernels->experts_few_down(&experts, workspace->shared_h, forward->stream);
     }
-    epmoe_grouped_gemm_args_t gemm1 =
-        dense_gemm(forward, 2 * config->shared_intermediate, config->hidden, forward->args.x,
-                   epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
-                                       weights->shared_gate_up, &weights->shared_gate_up_arrays),
-                   config->dtype, workspace->shared_h);
-    const epmoe_weight_t shared_down =
-        epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack, weights->shared_down,
-                            &weights->shared_down_arrays);
-    gemm1.fp8_activations =
-        epmoei_layer_fp8_activations(config, layer->backend, &gemm1.weight, &shared_down, config->shared_intermediate);
+    epmoe_grouped_gemm_args_t gemm1 = dense_gemm(forward, 2 * config->shared_intermediate, config->hidden,
+                                                 forward->args.x, experts.gate_up, config->dtype, workspace->shared_h);
+    gemm1.fp8_activations = experts.fp8_activations;
     gemm1.activation = config->activation;
     gemm1.alpha = config->alpha;
     gemm1.limit = config->limit;
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, forward->stream));
     epmoe_grouped_gemm_args_t gemm2 = dense_gemm(forward, config->hidden, config->shared_intermediate,
-                                                 workspace->shared_h, shared_down, EPMOE_F32, workspace->shared);
-    gemm2.fp8_activations = gemm1.fp8_activations;
+                                                 workspace->shared_h, experts.down, EPMOE_F32, workspace->shared);
+    gemm2.fp8_activations = experts.fp8_activations;
     gemm2.row_weights = config->shared_gated ? workspace->shared_gate : NULL;
     return epmoe_grouped_gemm(&gemm2, forward->stream);
 }
@@ -279,9 +281,8 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
                                           &packed->gate_up_arrays);
     experts.down =
         epmoei_layer_weight(packed->formats.down, &packed->formats.down_pack, packed->down, &packed->down_arrays);
-    experts.fp8_activations =
-        epmoei_layer_fp8_activations(config, layer->backend, &experts.gate_up, &experts.down, config->intermediate);
     experts.layout = EPMOE_LAYOUT_PACKED;
+    choose_fp8_activations(layer, &experts);
     experts.gate_up_bias = packed->gate_up_bias;
     experts.down_bias = packed->down_bias;
     experts.activation = config->activation;
@@ -292,6 +293,13 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
     experts.workspace = layer->workspace.experts_workspace;
     experts.workspace_bytes = layer->workspace.experts_bytes;
     return experts;
+}
+
+bool epmoei_layer_quantises(const epmoe_layer_t *layer, int32_t tokens, bool shared)
+{
+    const epmoe_forward_args_t args = {.num_tokens = tokens};
+    return shared ? shared_as_experts(layer, &args).fp8_activations
+                  : experts_args(layer, tokens, NULL, NULL, NULL, layer->config.dtype, NULL).fp8_activations;
 }
 
 /* y = shared + residual, for a layer that is nothing but its shared expert. */

@@ -202,6 +202,13 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
             epmoei_layer_fp8_activations(config, backend, &experts.gate_up, &experts.down, config->intermediate);
         experts.activation = config->activation;
         EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
+        if (experts.fp8_activations) { /* which few tokens may do without */
+            int64_t few_bytes;
+            experts.fp8_activations = 0;
+            experts.num_tokens = (int32_t)epmoei_min64(max_rows, EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS);
+            EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &few_bytes));
+            workspace.experts_bytes = epmoei_max64(workspace.experts_bytes, few_bytes);
+        }
     }
 
     epmoei_arena_t arena = {base, 0};

@@ -3,7 +3,7 @@
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/grouped_gemm.h"
-#include "tests/checkcuda/check.h"
+#include "tests/checkcuda/check_fp8.h"
 #include "tests/e4m3_oracle.h"
 
 #include <math.h>
@@ -139,9 +139,8 @@ static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape,
     free(order), free(expert);
 }
 
-/* Codes of normal values, and scales of which neighbours differ much. */
-static void fill_weight(testing_rng_t *rng, uint8_t *codes, int64_t count, void *scales, epmoe_dtype_t dtype,
-                        int64_t num_scales, int32_t k)
+void check_fp8_weight(testing_rng_t *rng, uint8_t *codes, int64_t count, void *scales, epmoe_dtype_t dtype,
+                      int64_t num_scales, int32_t k)
 {
     enum { kDrawn = 65521 };
     static uint8_t drawn[kDrawn];
@@ -157,9 +156,9 @@ static void fill_weight(testing_rng_t *rng, uint8_t *codes, int64_t count, void 
     }
 }
 
-static int64_t count_scales(const shape_t *shape, int64_t rows, int64_t cols, bool packed)
+int64_t check_fp8_scales(int32_t group_size, int64_t rows, int64_t cols, bool packed)
 {
-    int64_t group = shape->group == 0 ? 128 : shape->group == -1 ? INT32_MAX : shape->group;
+    int64_t group = group_size == 0 ? 128 : group_size == -1 ? INT32_MAX : group_size;
     int64_t blocks = packed ? 2 * ((rows / 2 + group - 1) / group) : (rows + group - 1) / group;
     return blocks * ((cols + group - 1) / group);
 }
@@ -205,7 +204,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     memcpy(c->args, &args, sizeof args);
 
     int64_t experts = shape->experts, n = shape->n, k = shape->k;
-    int64_t scales = experts * count_scales(shape, n, k, gated && shape->layout == EPMOE_LAYOUT_PACKED);
+    int64_t scales = experts * check_fp8_scales(shape->group, n, k, gated && shape->layout == EPMOE_LAYOUT_PACKED);
     CHECK_ADD(c, epmoe_grouped_gemm_args_t, expert_offsets, CHECK_IN, EPMOE_I32, 1, experts + 1, 1);
     if (shape->indexed) {
         int32_t *index = CHECK_ADD(c, epmoe_grouped_gemm_args_t, row_index, CHECK_IN, EPMOE_I32, 1, max_rows, 1);
@@ -217,7 +216,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     void *w_scales =
         CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.scales, CHECK_IN, shape->scales_dtype, 1, scales, 16);
     check_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
-    fill_weight(rng, w, experts * n * k, w_scales, shape->scales_dtype, scales, shape->k);
+    check_fp8_weight(rng, w, experts * n * k, w_scales, shape->scales_dtype, scales, shape->k);
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_grouped_gemm_args_t, bias, CHECK_IN, EPMOE_F32, experts, n, 1);
         testing_fill_normal(rng, bias, EPMOE_F32, experts * n, 0.5f);
@@ -328,8 +327,7 @@ static void check_epilogues(testing_rng_t *rng)
     check_end();
 }
 
-/* |got - expected| / |expected| of all of a field. */
-static bool compare_norms(check_case_t *c, const check_field_t *field, double most)
+bool check_fp8_norms(check_case_t *c, const check_field_t *field, double most)
 {
     double squares = 0, differences = 0;
     for (int64_t i = 0; i < field->rows * field->cols; i++) {
@@ -345,9 +343,9 @@ static bool compare_norms(check_case_t *c, const check_field_t *field, double mo
     return true;
 }
 
-static bool compare_deep(check_case_t *c, const check_field_t *field) { return compare_norms(c, field, 1e-3); }
+static bool compare_deep(check_case_t *c, const check_field_t *field) { return check_fp8_norms(c, field, 1e-3); }
 /* What is cut off in a sum of one sign does not cancel. */
-static bool compare_deep_sums(check_case_t *c, const check_field_t *field) { return compare_norms(c, field, 1e-2); }
+static bool compare_deep_sums(check_case_t *c, const check_field_t *field) { return check_fp8_norms(c, field, 1e-2); }
 
 /* Promotion: the error does not grow with K. */
 static void check_depth(testing_rng_t *rng)
@@ -505,175 +503,6 @@ static void check_calls(testing_rng_t *rng)
     check_end();
 }
 
-/* ------------------------------------------------------------------------------------------------------ experts */
-
-static void must(epmoe_status_t status, const char *what)
-{
-    if (status != EPMOE_OK) check_fail(NULL, "%s: %s", what, epmoe_last_error());
-}
-
-/* A piece of device memory that holds the next bytes. */
-static void *piece(char **at, int64_t bytes)
-{
-    char *mine = *at;
-    *at += epmoei_round_up(bytes, 256);
-    return mine;
-}
-
-/* The ops that experts are made of, with h rounded in memory: y [T,d] of dtype on the device. */
-static void run_unfused(const epmoe_experts_args_t *e, char *memory, void *y)
-{
-    int32_t slots = e->num_tokens * e->top_k;
-    epmoe_align_args_t align = EPMOE_ALIGN_ARGS_INIT;
-    align.backend = EPMOE_BACKEND_CUDA;
-    align.num_tokens = e->num_tokens;
-    align.top_k = e->top_k;
-    align.num_experts = e->num_experts;
-    align.ids = e->ids;
-    align.sorted_ids = piece(&memory, slots * 4);
-    align.num_post_padded = piece(&memory, 4);
-    align.expert_offsets = piece(&memory, ((int64_t)e->num_experts + 1) * 4);
-    must(epmoe_align_workspace_size(&align, &align.workspace_bytes), "align");
-    align.workspace = piece(&memory, align.workspace_bytes);
-    must(epmoe_align_block_size(&align, check_stream), "align");
-
-    epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
-    gemm.backend = EPMOE_BACKEND_CUDA;
-    gemm.num_experts = e->num_experts;
-    gemm.n = 2 * e->intermediate;
-    gemm.k = e->hidden;
-    gemm.max_rows = gemm.num_slots = slots;
-    gemm.expert_offsets = align.expert_offsets;
-    gemm.row_index = align.sorted_ids;
-    gemm.x_row_divisor = e->top_k;
-    gemm.x_dtype = gemm.y_dtype = e->dtype;
-    gemm.x = e->x;
-    gemm.weight = e->gate_up;
-    gemm.layout = e->layout;
-    gemm.activation = e->activation;
-    gemm.fp8_activations = 1;
-    gemm.y_sorted = 1;
-    gemm.y = piece(&memory, (int64_t)slots * e->intermediate * 2);
-    must(epmoe_grouped_gemm_workspace_size(&gemm, &gemm.workspace_bytes), "gate_up");
-    gemm.workspace = piece(&memory, gemm.workspace_bytes);
-    must(epmoe_grouped_gemm(&gemm, check_stream), "gate_up");
-
-    gemm.x = gemm.y;
-    gemm.x_sorted = 1, gemm.y_sorted = 0, gemm.x_row_divisor = 1;
-    gemm.n = e->hidden;
-    gemm.k = e->intermediate;
-    gemm.weight = e->down;
-    gemm.activation = EPMOE_ACTIVATION_NONE;
-    gemm.row_weights = e->weights;
-    gemm.y_dtype = e->dtype == EPMOE_BF16 ? EPMOE_BF16 : EPMOE_F32;
-    gemm.y = piece(&memory, (int64_t)slots * e->hidden * 4);
-    must(epmoe_grouped_gemm_workspace_size(&gemm, &gemm.workspace_bytes), "down");
-    gemm.workspace = piece(&memory, gemm.workspace_bytes);
-    must(epmoe_grouped_gemm(&gemm, check_stream), "down");
-
-    epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;
-    sum.backend = EPMOE_BACKEND_CUDA;
-    sum.num_tokens = e->num_tokens;
-    sum.top_k = e->top_k;
-    sum.hidden = e->hidden;
-    sum.y_dtype = gemm.y_dtype;
-    sum.out_dtype = e->dtype;
-    sum.y = gemm.y;
-    sum.ids = e->ids;
-    sum.out = y;
-    must(epmoe_sum(&sum, check_stream), "sum");
-}
-
-static epmoe_status_t run_experts(const void *args, epmoe_stream_t stream) { return epmoe_experts(args, stream); }
-
-/* The CPU's. */
-static epmoe_status_t reference_experts(const void *args)
-{
-    epmoe_experts_args_t experts = *(const epmoe_experts_args_t *)args;
-    epmoe_status_t status = epmoe_experts_workspace_size(&experts, &experts.workspace_bytes);
-    if (status != EPMOE_OK) return status;
-    experts.workspace = epmoei_alloc(experts.workspace_bytes);
-    status = epmoe_experts(&experts, NULL);
-    epmoei_free(experts.workspace);
-    return status;
-}
-
-/* Single codes of h fall the other way where h lies between two. */
-static bool compare_experts(check_case_t *c, const check_field_t *field) { return compare_norms(c, field, 2e-2); }
-
-static const check_op_t experts_op = {"experts_fp8", sizeof(epmoe_experts_args_t), run_experts, reference_experts};
-
-/* h that stays quantised gives the bits of h that is rounded to memory and quantised from there. */
-static void check_experts(testing_rng_t *rng)
-{
-    check_begin(experts_op.name, "one call against its parts, bit for bit");
-    const int32_t tokens[] = {1, 5, 33, 130, 300}, widths[][2] = {{128, 128}, {144, 400}, {528, 256}, {80, 16}};
-    for (int32_t i = 0; i < 5 * 4; i += check_step(7)) {
-        int32_t d = widths[i / 5][0], f = widths[i / 5][1], num_experts = i % 3 ? 6 : 2, top_k = 2;
-        bool halves = f % 128 == 0; /* an order that the CPU has too */
-        int64_t slots = (int64_t)tokens[i % 5] * top_k;
-        shape_t shape = {.group = 0};
-        check_case_t c;
-        check_case(&c, &experts_op, "T %d E %d d %d f %d %s", tokens[i % 5], num_experts, d, f,
-                   epmoe_dtype_string(x_dtypes[i / 5 % 2]));
-        c.compare = compare_experts;
-        epmoe_experts_args_t args = EPMOE_EXPERTS_ARGS_INIT;
-        args.backend = EPMOE_BACKEND_CUDA;
-        args.num_tokens = tokens[i % 5];
-        args.top_k = top_k;
-        args.num_experts = num_experts;
-        args.hidden = d;
-        args.intermediate = f;
-        args.dtype = x_dtypes[i / 5 % 2];
-        args.gate_up.struct_size = args.down.struct_size = sizeof args.gate_up;
-        args.gate_up.format = args.down.format = EPMOE_FORMAT_FP8_BLOCK;
-        args.layout = halves ? EPMOE_LAYOUT_GATE_FIRST : EPMOE_LAYOUT_PACKED;
-        args.activation = EPMOE_ACTIVATION_SILU;
-        args.fp8_activations = 1;
-        if (epmoe_experts_workspace_size(&args, &args.workspace_bytes) != EPMOE_OK)
-            check_fail(&c, "%s", epmoe_last_error());
-        memcpy(c.args, &args, sizeof args);
-        int64_t up = (int64_t)num_experts * 2 * f, down = (int64_t)num_experts * d;
-        int64_t up_scales = num_experts * count_scales(&shape, 2 * f, d, !halves);
-        int64_t down_scales = num_experts * count_scales(&shape, d, f, false);
-        void *x = CHECK_ADD(&c, epmoe_experts_args_t, x, CHECK_IN, args.dtype, args.num_tokens, d, 16);
-        int32_t *ids = CHECK_ADD(&c, epmoe_experts_args_t, ids, CHECK_IN, EPMOE_I32, 1, slots, 4);
-        float *weights = CHECK_ADD(&c, epmoe_experts_args_t, weights, CHECK_IN, EPMOE_F32, 1, slots, 4);
-        void *w13 = CHECK_ADD(&c, epmoe_experts_args_t, gate_up.data, CHECK_IN, EPMOE_F8_E4M3, up, d, 16);
-        void *s13 = CHECK_ADD(&c, epmoe_experts_args_t, gate_up.scales, CHECK_IN, EPMOE_F32, 1, up_scales, 16);
-        void *w2 = CHECK_ADD(&c, epmoe_experts_args_t, down.data, CHECK_IN, EPMOE_F8_E4M3, down, f, 16);
-        void *s2 = CHECK_ADD(&c, epmoe_experts_args_t, down.scales, CHECK_IN, EPMOE_F32, 1, down_scales, 16);
-        testing_fill_normal(rng, x, args.dtype, (int64_t)args.num_tokens * d, 1.0f);
-        fill_weight(rng, w13, up * d, s13, EPMOE_F32, up_scales, d);
-        fill_weight(rng, w2, down * f, s2, EPMOE_F32, down_scales, f);
-        for (int64_t s = 0; s < slots; s++) {
-            ids[s] = testing_range(rng, -1, num_experts - 1);
-            weights[s] = testing_uniform(rng, 0.2f, 1.0f);
-        }
-        check_field_t *y = &c.fields[c.num_fields];
-        CHECK_ADD(&c, epmoe_experts_args_t, y, CHECK_OUT, args.dtype, args.num_tokens, d, 16);
-        CHECK_ADD(&c, epmoe_experts_args_t, workspace, CHECK_SCRATCH, EPMOE_U8, 1, args.workspace_bytes, 16);
-        bool expected = !halves || check_expect(&c);
-        check_upload(&c);
-        if (expected && check_launch(&c) == EPMOE_OK && check_download(&c)) {
-            if (halves) check_outputs(&c);
-            void *memory = NULL, *parts = testing_buffer(y->bytes, 0);
-            must(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &memory, slots * (8 * d + 8 * f) + (1 << 20), "parts"),
-                 "parts");
-            run_unfused((const epmoe_experts_args_t *)c.args, memory, y->device);
-            epmoei_memory_copy(EPMOE_BACKEND_CUDA, parts, y->device, y->bytes, check_stream);
-            must(epmoei_stream_wait(EPMOE_BACKEND_CUDA, check_stream), "parts");
-            if (memcmp(parts, y->got, (size_t)y->bytes)) check_fail(&c, "one call and its parts differ");
-            epmoei_memory_free(EPMOE_BACKEND_CUDA, memory);
-            testing_buffer_free(parts);
-        } else {
-            check_fail(&c, "%s", epmoe_last_error());
-        }
-        check_free(&c);
-    }
-    check_end();
-}
-
 void check_gemm_fp8(testing_rng_t *rng)
 {
     if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) return; /* no other tier computes this */
@@ -684,5 +513,5 @@ void check_gemm_fp8(testing_rng_t *rng)
     check_nan(rng);
     check_batch_invariance(rng);
     check_calls(rng);
-    check_experts(rng);
+    check_experts_fp8(rng);
 }
