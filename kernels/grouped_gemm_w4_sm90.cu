@@ -25,11 +25,12 @@
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. Addresses here are
- * below 2^18, of which the instruction takes all but the last four bits. */
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
+/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. The lower half for
+ * an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */
+__device__ __forceinline__ uint32_t descriptor_start(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
 {
-    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | (shared >> 4 | 1 << 16);
+    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
 }
 
 /* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
@@ -280,7 +281,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
     for (int block = Cut::kDepth;; block += Cut::kDepth) {
         const uint32_t done = place.full + empty;
         const bool more = block < w.blocks;
-        const uint32_t x = place.base;
+        const uint32_t x = descriptor_start(place.base), x_block = b.line.max_n * kBlockK * 2 / 16;
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
             uint32_t(&next)[kTiles][4] = a[(s + 1) % 2];
@@ -289,8 +290,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
             ptx_wgmma_fence();
 #pragma unroll
             for (int t = 0; t < kTiles; t++)
-                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t],
-                                             wgmma_descriptor(x + s / 4 * b.line.max_n * (kBlockK * 2) + s % 4 * 32));
+                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t], wgmma_descriptor(x + s / 4 * x_block + s % 4 * 2));
             ptx_wgmma_commit();
             if (s > 0) ptx_wgmma_wait<1>();
             if (s == kSteps - 1) {

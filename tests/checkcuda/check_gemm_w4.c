@@ -318,7 +318,7 @@ static const kind_t kinds[] = {
     {EPMOE_FORMAT_W4, 64, EPMOE_F32, false, false},   {EPMOE_FORMAT_W4, 64, EPMOE_BF16, true, true},
     {EPMOE_FORMAT_W4, 32, EPMOE_F16, false, false},   {EPMOE_FORMAT_W4, 32, EPMOE_BF16, true, false},
     {EPMOE_FORMAT_W4, 0, EPMOE_BF16, false, false},   {EPMOE_FORMAT_W4, 0, EPMOE_F16, true, false},
-    {EPMOE_FORMAT_W4, 128, EPMOE_BF16, false, true},  {EPMOE_FORMAT_W4, 256, EPMOE_F8_E8M0, true, false},
+    {EPMOE_FORMAT_W4, 128, EPMOE_BF16, false, true},  {EPMOE_FORMAT_W4, 192, EPMOE_F8_E8M0, true, false},
     {EPMOE_FORMAT_W4, 16, EPMOE_BF16, true, false},   {EPMOE_FORMAT_MXFP4, 32, EPMOE_F8_E8M0, false, false},
 };
 enum { kKinds = sizeof kinds / sizeof *kinds };
