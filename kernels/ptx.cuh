@@ -20,6 +20,12 @@ __device__ __forceinline__ void ptx_cp_async_16(uint32_t shared, const void *glo
                  : "memory");
 }
 
+/* The same by way of the first-level cache, of what several warps read. */
+__device__ __forceinline__ void ptx_cp_async_ca_16(uint32_t shared, const void *global, uint32_t bytes)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void ptx_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Until at most kPending of this thread's groups are under way. */

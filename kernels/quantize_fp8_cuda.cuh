@@ -42,8 +42,8 @@ __device__ __forceinline__ float epmoei_e4m3_scale_device(float amax, const floa
     return __uint_as_float((uint32_t)(exponent + 127) << 23);
 }
 
-/* x / scale as IEEE 754 rounds it, for many x. Below 2^-10, where all codes are 0, the quotient may be off in its last
- * bits. */
+/* x / scale as IEEE 754 rounds it, for many x. Where all quotients have one code, 0 or +-448, the quotient may
+ * be off in its last bits. */
 struct epmoei_divisor_t {
     float scale;
     float inverse; /* 0: the scale is so small or large that remainders would lose bits */
@@ -58,12 +58,14 @@ __device__ __forceinline__ epmoei_divisor_t epmoei_divisor(float scale)
 __device__ __forceinline__ float epmoei_divide(float x, epmoei_divisor_t by)
 {
     if (by.inverse == 0.0f) return __fdiv_rn(x, by.scale);
-    /* Markstein: after the first step the quotient is one of the two nearest, after the second it is rounded. Large
-     * ones, for which remainders could overflow, all saturate. */
+    /* Markstein: after the first step the quotient is one of the two nearest, after the second it is rounded. Small
+     * ones, which would lose the sign of a zero, and large ones, for which remainders could overflow, all have one
+     * code. */
     const float estimate = x * by.inverse;
     float quotient = fmaf(fmaf(-estimate, by.scale, x), by.inverse, estimate);
     quotient = fmaf(fmaf(-quotient, by.scale, x), by.inverse, quotient);
-    return fabsf(estimate) < 1024.0f ? quotient : estimate;
+    const float magnitude = fabsf(estimate);
+    return magnitude > 0x1p-12f && magnitude < 1024.0f ? quotient : estimate;
 }
 
 #endif
