@@ -290,7 +290,8 @@ static double distance(check_case_t *c)
 
 static void run_one(testing_rng_t *rng, const shape_t *shape)
 {
-    /* A bf16 scale, weight and output are off by a thousandth each; among few outputs all may happen to be small. */
+    /* Scales, weights and outputs in bf16 are off by a thousandth each, in the root mean square, which an activation
+     * may double; and among few outputs all may happen to be small. */
     const double most = 6e-3;
     const int64_t few = 256;
     check_case_t c;
