@@ -1,9 +1,8 @@
 /* Grouped GEMM on 4-bit weights (W4 and MXFP4) on wgmma for Hopper, x in bf16.
  *
  * Weights take wgmma's 64-row side and come to it from registers: a thread loads the codes of its fragments, 16 bytes
- * for 64 columns, and makes bf16 of them, (code - zero) * scale rounded once, while the tensor cores run on what it
- * made before. MXFP4 is exact in bf16 as long as its scales are at most 2; larger ones (codes above 128) give
- * infinities. Tokens lie in shared memory on the column side, in multiples of 8.
+ * for 64 columns, and makes bf16 of them while the tensor cores run on what it made before. Tokens lie in shared memory
+ * on the column side, in multiples of 8.
  * Roles by warp, as in grouped_gemm_sm90.cu:
  *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
@@ -17,19 +16,19 @@
  * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/grouped_gemm_tile.h"
-#include "kernels/grouped_gemm_w4_pipeline_sm90.cuh"
+#include "kernels/grouped_gemm_w4_codes_sm90.cuh"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma_registers.cuh"
-#include "kernels/quant_cuda.cuh"
 
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. Addresses here are
- * below 2^18, of which the instruction takes all but the last four bits. */
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
+/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. The lower half for
+ * an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */
+__device__ __forceinline__ uint32_t descriptor_start(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
 {
-    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | (shared >> 4 | 1 << 16);
+    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
 }
 
 /* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
@@ -108,10 +107,6 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
     }
 }
 
-/* How scales lie: W4 with a group for whole blocks of 64 columns, W4 with two groups in a block, MXFP4, which always
- * has two. */
-enum kind_t { W4_LONG, W4_SHORT, MXFP4 };
-
 /* A consumer's place in the ring of stages. */
 struct place_t {
     uint32_t base;   /* address of the stage */
@@ -145,119 +140,6 @@ template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const b
     return (Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster)) - full;
 }
 
-/* Of this thread's two rows in 64, lane/4 and 8 below, as pairs of the same bf16 twice. */
-struct group_t {
-    uint32_t scale[2];
-    uint32_t zero[2]; /* W4: 128 + zero */
-};
-
-/* Two scales of W4, of any type but bf16, as bf16. */
-__device__ __forceinline__ uint32_t load_scales(const weights_t &w, uint32_t from)
-{
-    float scale[2];
-    if (w.scales_dtype == EPMOE_F32) {
-        uint32_t bits[2];
-        ptx_load_shared_8(bits, from);
-        scale[0] = __uint_as_float(bits[0]), scale[1] = __uint_as_float(bits[1]);
-    } else {
-        const bool half = w.scales_dtype == EPMOE_F16;
-        const uint32_t bits = half ? ptx_load_shared_4(from) : ptx_load_shared_2(from);
-        scale[0] = quant_scale(half ? bits & 0xFFFF : bits & 0xFF, w.scales_dtype);
-        scale[1] = quant_scale(half ? bits >> 16 : bits >> 8, w.scales_dtype);
-    }
-    return pack_pair(scale[0], scale[1], __nv_bfloat16());
-}
-
-/* Two scales of MXFP4 as bf16's 2^126 * 2^(code - 127), for quant_mxfp4_bits; infinity for what is larger than bf16
- * has. */
-__device__ __forceinline__ uint32_t load_exponents(uint32_t from)
-{
-    const uint32_t codes = __byte_perm(ptx_load_shared_2(from), 0, 0x4140);
-    return __vminu2(codes + 0x007E007Eu, 0x00FF00FFu) << 7;
-}
-
-/* base: bf16's 128 twice, in a register: an instruction takes one constant alone. */
-template <kind_t kKind>
-__device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, const group_t &g, uint32_t base)
-{
-    if constexpr (kKind == MXFP4)
-        quant_mxfp4_bits(a, word);
-    else
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            a[j] = quant_sub2(ptx_select_or(word >> (4 * j), 0x000F000Fu, base), g.zero[j & 1], __nv_bfloat16());
-#pragma unroll
-    for (int j = 0; j < 4; j++) a[j] = quant_mul2(a[j], g.scale[j & 1], __nv_bfloat16());
-}
-
-/* This thread's codes of 64 columns, and the scales that they need. */
-template <kind_t kKind, typename Cut> struct codes_t {
-    static constexpr int kTiles = Cut::kTiles, kSlots = Cut::kDepth * (kKind == W4_LONG ? 1 : 2);
-    uint32_t codes, scales, zeros; /* of this thread, from the beginning of a stage */
-    uint32_t words[kTiles][4];
-    group_t groups[kTiles];
-    uint32_t base;
-    int32_t left; /* W4_LONG: blocks until the next group begins; else groups from this stage on */
-
-    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
-    {
-        const int tid = thread % kWarpgroup, pair = tid / 32 * 8 + tid % 32 / 4;
-        const int tile = (thread / kWarpgroup - 1) * kTiles;
-        codes = b.line.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
-        scales = b.line.layout.scales + tile * kSlots * w.scales_bytes + pair * (w.scales_bytes / 32);
-        zeros = b.line.layout.zeros + tile * kSlots * EPMOEI_TILE_ROWS + pair * 2;
-        base = w.base;
-        left = kKind == W4_LONG ? 0 : w.groups;
-    }
-    __device__ __forceinline__ void load_words(uint32_t stage, int depth)
-    {
-#pragma unroll
-        for (int t = 0; t < kTiles; t++)
-            ptx_load_shared_16(words[t], stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
-    }
-    __device__ __forceinline__ void load_groups(const weights_t &w, uint32_t stage, int slot)
-    {
-        const uint32_t scale = stage + scales + slot * w.scales_bytes, step = kSlots * w.scales_bytes;
-        uint32_t both[kTiles];
-        if (kKind == MXFP4)
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) both[t] = load_exponents(scale + t * step);
-        else if (w.scales_dtype == EPMOE_BF16)
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) both[t] = ptx_load_shared_4(scale + t * step);
-        else
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) both[t] = load_scales(w, scale + t * step);
-#pragma unroll
-        for (int t = 0; t < kTiles; t++) {
-            groups[t].scale[0] = __byte_perm(both[t], 0, 0x1010);
-            groups[t].scale[1] = __byte_perm(both[t], 0, 0x3232);
-            if (kKind == MXFP4) continue;
-            const uint32_t zero = stage + zeros + (t * kSlots + slot) * EPMOEI_TILE_ROWS;
-            const uint32_t pair = w.zeros ? ptx_load_shared_2(zero) : 0x0808u;
-            groups[t].zero[0] = __byte_perm(pair, 0x43, 0x4040);
-            groups[t].zero[1] = __byte_perm(pair, 0x43, 0x4141);
-        }
-    }
-    /* W4_LONG, before block `depth` of a stage, if it is one at all: its group, if that begins there. */
-    __device__ __forceinline__ void take_group(const weights_t &w, uint32_t stage, int depth, bool really)
-    {
-        if (really && left == 0) {
-            load_groups(w, stage, w.group_blocks == 1 ? depth : 0);
-            left = w.group_blocks;
-        }
-        left--;
-    }
-    /* 16 columns of a stage, in the order s = 0, 1, ... */
-    __device__ __forceinline__ void make(uint32_t (&a)[kTiles][4], const weights_t &w, uint32_t stage, int s)
-    {
-        /* Behind the last column x is 0, and what it meets must be finite. */
-        if (kKind != W4_LONG && s % 2 == 0) load_groups(w, stage, min(s / 2, left - 1));
-#pragma unroll
-        for (int t = 0; t < kTiles; t++) dequantise<kKind>(a[t], words[t][s % 4], groups[t], base);
-    }
-};
-
 /* acc += w x^T over all of K, for tiles of kN tokens. 16 columns are dequantised while the tensor cores multiply those
  * before: each has registers of its own until the product after it has begun and it is known to have ended. Nothing is
  * under way from one stage to the next: the registers that it reads would be live in every other width's code too. */
@@ -280,7 +162,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
     for (int block = Cut::kDepth;; block += Cut::kDepth) {
         const uint32_t done = place.full + empty;
         const bool more = block < w.blocks;
-        const uint32_t x = place.base;
+        const uint32_t x = descriptor_start(place.base), x_block = b.line.max_n * kBlockK * 2 / 16;
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
             uint32_t(&next)[kTiles][4] = a[(s + 1) % 2];
@@ -289,8 +171,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
             ptx_wgmma_fence();
 #pragma unroll
             for (int t = 0; t < kTiles; t++)
-                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t],
-                                             wgmma_descriptor(x + s / 4 * b.line.max_n * (kBlockK * 2) + s % 4 * 32));
+                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t], wgmma_descriptor(x + s / 4 * x_block + s % 4 * 2));
             ptx_wgmma_commit();
             if (s > 0) ptx_wgmma_wait<1>();
             if (s == kSteps - 1) {

@@ -375,6 +375,13 @@ Test(grouped_gemm, tile_choice)
                   width);
         last = width;
     }
+    static const struct {
+        int32_t experts, rows, width;
+    } w4[] = {{128, 8, 16},    {8, 128, 32},      {128, 2048, 32},   {128, 4096, 48}, {128, 8192, 96},
+              {60, 6000, 144}, {256, 32768, 176}, {128, 32768, 256}, {1, 1, 16}};
+    for (size_t i = 0; i < sizeof w4 / sizeof w4[0]; i++)
+        cr_expect_eq(epmoei_grouped_gemm_width_w4_sm90(w4[i].experts, w4[i].rows), w4[i].width, "w4 case %zu: %d", i,
+                     epmoei_grouped_gemm_width_w4_sm90(w4[i].experts, w4[i].rows));
 }
 
 Test(grouped_gemm, every_fp16_pattern_is_widened_exactly)

@@ -290,7 +290,8 @@ static double distance(check_case_t *c)
 
 static void run_one(testing_rng_t *rng, const shape_t *shape)
 {
-    /* A bf16 scale, weight and output are off by a thousandth each; among few outputs all may happen to be small. */
+    /* Scales, weights and outputs in bf16 are off by a thousandth each, in the root mean square, which an activation
+     * may double; and among few outputs all may happen to be small. */
     const double most = 6e-3;
     const int64_t few = 256;
     check_case_t c;
@@ -318,7 +319,7 @@ static const kind_t kinds[] = {
     {EPMOE_FORMAT_W4, 64, EPMOE_F32, false, false},   {EPMOE_FORMAT_W4, 64, EPMOE_BF16, true, true},
     {EPMOE_FORMAT_W4, 32, EPMOE_F16, false, false},   {EPMOE_FORMAT_W4, 32, EPMOE_BF16, true, false},
     {EPMOE_FORMAT_W4, 0, EPMOE_BF16, false, false},   {EPMOE_FORMAT_W4, 0, EPMOE_F16, true, false},
-    {EPMOE_FORMAT_W4, 128, EPMOE_BF16, false, true},  {EPMOE_FORMAT_W4, 256, EPMOE_F8_E8M0, true, false},
+    {EPMOE_FORMAT_W4, 128, EPMOE_BF16, false, true},  {EPMOE_FORMAT_W4, 192, EPMOE_F8_E8M0, true, false},
     {EPMOE_FORMAT_W4, 16, EPMOE_BF16, true, false},   {EPMOE_FORMAT_MXFP4, 32, EPMOE_F8_E8M0, false, false},
 };
 enum { kKinds = sizeof kinds / sizeof *kinds };
