@@ -186,6 +186,23 @@ __device__ __forceinline__ void multiply(const block_t &b, const weight_scales_t
     }
 }
 
+/* A tile of one warpgroup: its product is done, and the other, which waits for that, may go on to later stages. Without
+ * the wait it could come to a stage two rounds before its turn, where the parity that it waits for is an old one's. */
+__device__ __forceinline__ void end_alone(int32_t group)
+{
+    if (group == 0)
+        ptx_named_barrier_arrive<4>(2 * kFp8Warpgroup);
+    else
+        ptx_named_barrier_arrive<5>(2 * kFp8Warpgroup);
+}
+__device__ __forceinline__ void await_other(int32_t group)
+{
+    if (group == 0)
+        ptx_named_barrier<5>(2 * kFp8Warpgroup);
+    else
+        ptx_named_barrier<4>(2 * kFp8Warpgroup);
+}
+
 __device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8_rows_t &y, const weight_scales_t &w,
                                         const block_t &b)
 {
@@ -205,9 +222,10 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8
             float acc[128];
 #pragma unroll
             for (int i = 0; i < 128; i++) acc[i] = 0.0f;
-            if (!shared)
+            if (!shared) {
                 multiply<kAlone>(b, w, tile, ring, acc);
-            else if (group == 0)
+                end_alone(group);
+            } else if (group == 0)
                 multiply<0>(b, w, tile, ring, acc);
             else
                 multiply<1>(b, w, tile, ring, acc);
@@ -220,8 +238,10 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8
             e.expert = tile->expert;
             e.col = b.w_block(*tile) * (p.gated ? kTileW / 2 : kTileW);
             store_tile(p, y, b.line.way, e, acc);
-        } else
+        } else {
+            await_other(group);
             skip_steps(ring, b.k_steps, b.line.stages);
+        }
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }

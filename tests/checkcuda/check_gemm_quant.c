@@ -112,7 +112,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
                shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted,
                shape->y_sorted);
     /* The order of an fp32 sum over K. */
-    c->tolerance = 6e-6 + 0x1p-20 * sqrt((double)w->k);
+    c->tolerance = 6e-6 + 0x1p-20 * sqrt((double)w->k) + quant_weight_rounding(w->format, shape->dtype);
     int32_t slots = shape->tokens * shape->top_k, max_rows = slots ? slots + (shape->indexed ? 40 : 0) : 0;
     epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
     args.backend = EPMOE_BACKEND_CUDA;

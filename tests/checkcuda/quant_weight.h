@@ -23,5 +23,8 @@ epmoe_weight_t quant_weight_fields(const quant_weight_t *weight);
 float *quant_weight_values(const epmoe_weight_t *arrays, const quant_weight_t *weight);
 /* A bias in the order of the weight's rows, in that of quant_weight_values; malloc'ed, NULL for NULL. */
 float *quant_weight_bias(const float *bias, const quant_weight_t *weight);
+/* What the tier's kernel adds to an output's error, relative to its row, by rounding code times scale to the type of x:
+ * about 2^-9 of each product, and five times their mean square at most. */
+double quant_weight_rounding(epmoe_format_t format, epmoe_dtype_t x_dtype);
 
 #endif
