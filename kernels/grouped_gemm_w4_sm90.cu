@@ -237,9 +237,9 @@ __device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w
         for (int t = 0; t < Cut::kTiles; t++) {
             if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
             if (p.gated)
-                store_parts<4>(p, e, parts);
+                store_parts<4, 4>(p, e, parts);
             else
-                store_parts<8>(p, e, parts);
+                store_parts<8, 4>(p, e, parts);
         }
         ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
     }
