@@ -101,7 +101,11 @@ static epmoe_status_t run_once(const cuda_t *cuda, const cuda_timing_t *timing, 
         EPMOEI_CHECK(epmoe_dispatch(timing->barrier, &nothing, &rows, cuda->stream));
     }
     EPMOEI_CUDA(cudaEventRecord(cuda->start, cuda->stream));
-    if (timing->nap) nanosleep(timing->nap, NULL);
+    if (timing->nap) {
+        EPMOEI_CHECK(
+            epmoei_stream_wait(EPMOE_BACKEND_CUDA, cuda->stream)); /* the clock runs, however busy the device */
+        nanosleep(timing->nap, NULL);
+    }
     if (graph)
         EPMOEI_CUDA(cudaGraphLaunch(graph, cuda->stream));
     else
