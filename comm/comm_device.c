@@ -146,6 +146,14 @@ static epmoe_status_t settle_transport(epmoe_comm_t *comm, const sharing_t *shar
                 "memory, times mean nothing",
                 sharing->ranks, sharing->first, sharing->second);
         return EPMOE_OK;
+    case EPMOE_TRANSPORT_P2P:
+        if (shared && comm->bootstrap.rank == 0)
+            epmoei_log(
+                EPMOE_LOG_INFO,
+                "communicator: up to %d ranks share one device (ranks %d and %d do) over p2p: their kernels take "
+                "turns, times mean nothing",
+                sharing->ranks, sharing->first, sharing->second);
+        return EPMOE_OK;
     case EPMOE_TRANSPORT_NCCL:
         if (!shared) return EPMOE_OK;
         return epmoei_fail(

@@ -283,4 +283,34 @@ Test(gpu_bench, several_ranks)
     testing_process_free(&process);
 }
 
+/* Replays of a graph over p2p, with ranks on one device or on several, and the exchange alone. */
+Test(gpu_bench, several_ranks_over_p2p)
+{
+    need_device();
+    static const char *const k_tokens[] = {"--tokens 1,12", "--tokens 600", "--tokens-per-rank 0,7",
+                                           "--tokens 3 --graph 0"};
+    for (size_t i = 0; i < sizeof k_tokens / sizeof k_tokens[0]; i++) {
+        testing_process_t process = testing_run(
+            kLimit, "%s %s --transport p2p --checkpoint %s/golden/deepseek_v3 %s --iters 3 --warmup 1 --format json",
+            testing_mpirun(2), BENCH, EPMOE_TEST_DATA, k_tokens[i]);
+        assert_right(&process, i == 0 ? 2 : 1, i < 3);
+        testing_process_free(&process);
+    }
+    testing_process_t process = testing_run(kLimit,
+                                            "%s %s --transport p2p --op exchange --model olmoe-1b-7b --tokens 1,600 "
+                                            "--iters 2 --warmup 1 --format json",
+                                            testing_mpirun(2), BENCH);
+    cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
+    int32_t lines = 0;
+    for (const char *at = process.output; (at = strchr(at, '\n')); at++) lines++;
+    for (int32_t i = 0; i < lines; i++) {
+        json_t *object = json_line(&process, i);
+        cr_expect_eq(number(object, "wrong"), 0);
+        cr_expect_gt(number(object, "dispatch_us"), 0);
+        json_decref(object);
+    }
+    cr_expect_geq(lines, 4, "p2p and mpi, two sizes: %s", process.output);
+    testing_process_free(&process);
+}
+
 #endif
