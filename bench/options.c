@@ -79,7 +79,7 @@ static const char k_help[] =
     "                           rank), router (not forced; default with --checkpoint)\n"
     "  --decoder                the whole decoder layer\n"
     "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum,\n"
-    "                           on the CPU rms_norm, rope, qk_norm_rope, cache_write,\n"
+    "                           rms_norm, rope, qk_norm_rope, cache_write,\n"
     "                           on CUDA router: product, topk and align as the layer does them\n"
     "How it runs\n"
     "  --backend B              auto (default), cpu, cuda\n"

@@ -56,6 +56,26 @@ __device__ __forceinline__ float ptx_reciprocal(float x)
     return r;
 }
 
+/* Two E4M3 codes, saturating, NaN = 0x7F; devices from 8.9 on. */
+__device__ __forceinline__ uint32_t ptx_e4m3x2(float low, float high)
+{
+    uint16_t r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+/* Hides from the compiler where a value came from, so that it does not keep in registers what it has unpacked of it. */
+__device__ __forceinline__ void ptx_forget(uint4 &value)
+{
+    asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+}
+
+/* Brings the line of an address to the second-level cache, where another kernel may still write it. */
+__device__ __forceinline__ void ptx_prefetch_l2(const void *global)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 /* 16 bytes that are read once and that nobody writes while the kernel runs, past the first-level cache; zeros and no
  * access where not `valid`. */
 __device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool valid)
@@ -65,6 +85,18 @@ __device__ __forceinline__ uint4 ptx_load_stream_16(const void *global, bool val
                  "mov.b32 %3, 0;\n@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
                  : "l"(global), "r"((uint32_t)valid));
+    return v;
+}
+
+/* The same of what this thread overwrites later. */
+__device__ __forceinline__ uint4 ptx_load_once_16(const void *global, bool valid)
+{
+    uint4 v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+                 "mov.b32 %3, 0;\n@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}\n"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(global), "r"((uint32_t)valid)
+                 : "memory");
     return v;
 }
 

@@ -457,7 +457,8 @@ EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_s
 
 /* ---------------------------------------------------------------------------------------------------- dense ops */
 
-/* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
+/* The ops of a decoder layer around its experts. On CUDA positions and slots are aligned to their dtype and scales to
+ * 4 bytes; what is out of range there is counted, and the next host call reports it.
  * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
 
 /* What one scale of a quantised activation covers. */
@@ -514,7 +515,7 @@ typedef enum epmoe_rope_style_t {
  *     a' = a*c - b*s;  b' = b*c + a*s            fp32, rounded once
  * Columns from rotary_dim on are untouched. q and k may lie in one packed buffer.
  * Errors: INVALID_ARGUMENT for an odd rotary_dim, one above head_dim, sizes out of range, NULL pointers; on the CPU
- * also for a position outside [0, num_positions), and nothing is written.
+ * also for a position outside [0, num_positions), and nothing is written; on CUDA such a token passes through.
  * Floor: bytes = 2*T*(H+Hk)*rotary_dim*b + T*(4*rotary_dim + bytes of a position). */
 typedef struct epmoe_rope_args_t {
     size_t struct_size;
@@ -622,7 +623,8 @@ typedef enum epmoe_cache_layout_t {
  * is skipped and its rows are not read. Without F8_E4M3 a bit-exact copy; with it stored = E4M3(value / scale),
  * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win).
  * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
- * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then.
+ * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then; on CUDA such
+ * a slot is skipped.
  * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
 typedef struct epmoe_cache_write_args_t {
     size_t struct_size;

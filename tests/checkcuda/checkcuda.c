@@ -19,6 +19,10 @@ static const struct {
               {"grouped_gemm", check_grouped_gemm},
               {"experts_few", check_experts_few},
               {"route", check_route},
+              {"rms_norm", check_rms_norm},
+              {"rope", check_rope},
+              {"qk_norm_rope", check_qk_norm_rope},
+              {"cache_write", check_cache_write},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)
