@@ -71,8 +71,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     CHECK_ADD(c, epmoe_rms_norm_args_t, weight, CHECK_IN, shape->weight_dtype, 1, cols, 16);
     CHECK_ADD(c, epmoe_rms_norm_args_t, y, shape->in_place ? CHECK_INOUT : CHECK_OUT, y_dtype, tokens, stride, 16);
     /* Read too, but no alias of another pointer, which INOUT would make it. */
-    if (shape->residual)
-        CHECK_ADD(c, epmoe_rms_norm_args_t, residual, CHECK_OUT, shape->dtype, tokens, stride, 16);
+    if (shape->residual) CHECK_ADD(c, epmoe_rms_norm_args_t, residual, CHECK_OUT, shape->dtype, tokens, stride, 16);
     if (shape->quant == EPMOE_GRANULARITY_TENSOR)
         *(float *)CHECK_ADD(c, epmoe_rms_norm_args_t, static_scale, CHECK_IN, EPMOE_F32, 1, 1, 4) = shape->scale;
     if (shape->quant == EPMOE_GRANULARITY_TOKEN || shape->quant == EPMOE_GRANULARITY_BLOCK128)
@@ -183,7 +182,8 @@ static void expect_chain(check_case_t *c, const shape_t *shape, const char *rows
                 float value = epmoei_load(rows, shape->dtype, t * y->cols + i);
                 int32_t want = epmoei_f32_to_e4m3(value / scale), got = (unsigned char)y->got[t * y->cols + i];
                 if (want == got) continue;
-                check_fail(c, "y[%lld,%lld] is 0x%02x, of the unfused rows 0x%02x", (long long)t, (long long)i, got, want);
+                check_fail(c, "y[%lld,%lld] is 0x%02x, of the unfused rows 0x%02x", (long long)t, (long long)i, got,
+                           want);
                 return;
             }
         }

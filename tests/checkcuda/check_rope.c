@@ -98,8 +98,8 @@ static void run_one(testing_rng_t *rng, const shape_t *shape)
 /* Public models' heads, and widths that no 16 bytes divide. */
 static void check_shapes(testing_rng_t *rng)
 {
-    static const int32_t heads[][4] = {{32, 4, 128, 128}, {64, 8, 64, 64},  {96, 8, 128, 64}, {128, 1, 64, 64},
-                                       {3, 0, 192, 64},   {5, 2, 80, 80},   {1, 1, 2, 2},     {7, 1, 6, 4},
+    static const int32_t heads[][4] = {{32, 4, 128, 128}, {64, 8, 64, 64},   {96, 8, 128, 64},   {128, 1, 64, 64},
+                                       {3, 0, 192, 64},   {5, 2, 80, 80},    {1, 1, 2, 2},       {7, 1, 6, 4},
                                        {2, 1, 36, 20},    {1, 1, 1026, 514}, {1, 0, 4096, 4096}, {300, 300, 16, 16}};
     static const int32_t tokens[] = {0, 1, 5, 16, 300, 4099};
     check_begin("rope", "1 to 600 heads, D 2..4096, T 0..4099");
@@ -158,8 +158,10 @@ static void check_bad_positions(check_case_t *c, testing_rng_t *rng, const shape
     const check_field_t *positions = check_find(c, "positions");
     char *bad = testing_buffer(positions->bytes, 0);
     int32_t count = 0;
-    check_fill_normal(rng, check_find(c, "q")->host, shape->dtype, check_find(c, "q")->rows * check_find(c, "q")->cols, 1.0f);
-    check_fill_normal(rng, check_find(c, "k")->host, shape->dtype, check_find(c, "k")->rows * check_find(c, "k")->cols, 1.0f);
+    check_fill_normal(rng, check_find(c, "q")->host, shape->dtype, check_find(c, "q")->rows * check_find(c, "q")->cols,
+                      1.0f);
+    check_fill_normal(rng, check_find(c, "k")->host, shape->dtype, check_find(c, "k")->rows * check_find(c, "k")->cols,
+                      1.0f);
     for (int32_t t = 1; t < shape->tokens; t += 4) set_position(positions, t, 0);
     memcpy(bad, positions->host, (size_t)positions->bytes);
     for (int32_t t = 1; t < shape->tokens; t += 4, count++) {
