@@ -89,8 +89,7 @@ __device__ __forceinline__ void store_run(uint8_t *to, const held_t<T, kRun> &he
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------------ kernel
- */
+/* ----------------------------------------------------------------------------------------------------------- kernel */
 
 /* The slot, or -1: one thread of each token counts what is outside [-1, num_slots). */
 __device__ __forceinline__ int64_t slot_of(const cache_write_t &p, int64_t token, bool counts)

@@ -7,8 +7,7 @@
 #include "kernels/launch_cuda.cuh"
 #include "kernels/parts_cuda.cuh"
 
-/* ------------------------------------------------------------------------------------------------- threads and heads
- */
+/* ------------------------------------------------------------------------------------------------ threads and heads */
 
 /* threadIdx.x = (token * slots + slot) * lanes + lane; blockIdx.y cuts the heads too. A thread's first head is
  * blockIdx.y * slots + slot, the step to its next `slots * gridDim.y`. */
@@ -63,8 +62,7 @@ __device__ __forceinline__ epmoei_head_place_t epmoei_head_place(int32_t lanes, 
     return place;
 }
 
-/* ------------------------------------------------------------------------------------------- positions and the table
- */
+/* ------------------------------------------------------------------------------------------ positions and the table */
 
 struct epmoei_positions_t {
     const void *data;
@@ -81,18 +79,16 @@ __device__ __forceinline__ int64_t epmoei_load_index(const void *data, epmoe_dty
     return dtype == EPMOE_I64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
 }
 
-/* The token's row of the table; NULL for a position outside it, which one thread of the token `counts`. */
-__device__ __forceinline__ const float *epmoei_position_row(const epmoei_positions_t &positions, int64_t token,
-                                                            bool counts)
+/* The row of the table for a token's position; NULL outside it, which one thread of the token `counts`. */
+__device__ __forceinline__ const float *epmoei_table_row(const epmoei_positions_t &positions, int64_t position,
+                                                         bool counts)
 {
-    const int64_t position = epmoei_load_index(positions.data, positions.dtype, token);
     if (position >= 0 && position < positions.num_positions) return positions.cos_sin + position * positions.rotary_dim;
     if (counts) epmoei_count_bad(positions.error_word, 1);
     return NULL;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- rotation
- */
+/* --------------------------------------------------------------------------------------------------------- rotation */
 
 /* Where the two runs of a thread begin that has pairs [first, first + kRun). Whole runs lie at the same columns in both
  * styles; in GPT-J each then holds both halves of its pairs. Single elements are the two halves of one pair. */

@@ -66,15 +66,14 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
     constexpr int kRun = epmoei_part_size<T>;
     epmoei_begin_dependent();
     const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.slots, p.tokens, p.num_tokens);
-    const float *row =
-        at.live ? epmoei_position_row(p.positions, at.token, at.head == 0 && at.lane == 0) : (const float *)NULL;
-    const bool works = row && at.lane < p.shares, rotates = at.lane < p.rotated;
+    const int64_t position = at.live ? epmoei_load_index(p.positions.data, p.positions.dtype, at.token) : 0;
+    const bool rotates = at.lane < p.rotated;
+    bool works = at.live && at.lane < p.shares;
     /* Behind the rotated columns the rest of the head, as two halves as well. */
     const int32_t a_col = (rotates ? at.lane : at.lane + p.rotated) * kRun;
-    const int32_t b_col = a_col + (rotates ? p.half : (p.shares - p.rotated) * kRun);
-    epmoei_turn_t<kRun> turn;
-    if (works && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
-    T *heads = (T *)p.qkv + at.token * p.stride;
+    const int32_t apart = rotates ? p.half : (p.shares - p.rotated) * kRun;
+    epmoei_turn_t<kRun> turn = {};
+    T *data = (T *)p.qkv + at.token * p.stride + (int64_t)at.head * p.head_dim + a_col;
     const int64_t step = (int64_t)p.slots * gridDim.y;
     /* Whole warps, whose lanes add up their squares. */
     for (int64_t first = 0; first < p.all_heads; first += kHeadsInFlight * step) {
@@ -82,10 +81,16 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
         double sums[kHeadsInFlight];
 #pragma unroll
         for (int i = 0; i < kHeadsInFlight; i++) {
-            const int64_t head = first + at.head + i * step;
-            const bool valid = works && head < p.all_heads;
-            a[i] = ptx_load_once_16(heads + head * p.head_dim + a_col, valid);
-            b[i] = ptx_load_once_16(heads + head * p.head_dim + b_col, valid);
+            const bool valid = works && first + at.head + i * step < p.all_heads;
+            const T *from = data + (first + i * step) * p.head_dim;
+            a[i] = ptx_load_once_16(from, valid);
+            b[i] = ptx_load_once_16(from + apart, valid);
+        }
+        /* Behind the loads of the first heads, which so wait for no position. */
+        if (first == 0 && works) {
+            const float *row = epmoei_table_row(p.positions, position, at.head == 0 && at.lane == 0);
+            works = row != NULL;
+            if (works && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
         }
 #pragma unroll
         for (int i = 0; i < kHeadsInFlight; i++) sums[i] = squares<T>(a[i]) + squares<T>(b[i]);
@@ -105,10 +110,11 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
             epmoei_unpack_part<T>(x, a[i]);
             epmoei_unpack_part<T>(y, b[i]);
             normalise_run(x, p, weights, a_col, r);
-            normalise_run(y, p, weights, b_col, r);
+            normalise_run(y, p, weights, a_col + apart, r);
             if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
-            *(uint4 *)(heads + head * p.head_dim + a_col) = epmoei_pack_part<T>(x);
-            *(uint4 *)(heads + head * p.head_dim + b_col) = epmoei_pack_part<T>(y);
+            T *to = data + (first + i * step) * p.head_dim;
+            *(uint4 *)to = epmoei_pack_part<T>(x);
+            *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
         }
     }
 }
@@ -149,7 +155,8 @@ template <typename T> static __global__ void __launch_bounds__(32 * kWarps) qk_a
     for (int64_t piece = (int64_t)blockIdx.x * kWarps + threadIdx.y; piece < pieces;
          piece += (int64_t)gridDim.x * kWarps) {
         const int64_t token = piece / p.all_heads, head = piece - token * p.all_heads;
-        const float *row = epmoei_position_row(p.positions, token, head == 0 && threadIdx.x == 0);
+        const float *row = epmoei_table_row(p.positions, epmoei_load_index(p.positions.data, p.positions.dtype, token),
+                                            head == 0 && threadIdx.x == 0);
         if (!row) continue;
         norm_and_rotate(p, (T *)p.qkv + token * p.stride + head * p.head_dim,
                         head < p.num_heads ? p.q_weight : p.k_weight, row);

@@ -34,7 +34,7 @@ struct norm_t {
     epmoe_granularity_t quant;
 };
 
-/* ------------------------------------------------------------------------------------------------- parts as fp32 */
+/* ---------------------------------------------------------------------------------------------------- parts as fp32 */
 
 /* The largest magnitude of a part and `amax`; a NaN does not count. */
 template <typename Pair> __device__ __forceinline__ float fold_pairs(const uint4 &part, float amax)
@@ -105,7 +105,7 @@ __device__ __forceinline__ void prefetch_weights(const norm_t &p, int32_t weight
         ptx_prefetch_l2((const char *)p.weight + at);
 }
 
-/* ---------------------------------------------------------------------------------------------------- over the row */
+/* ----------------------------------------------------------------------------------------------------- over the row */
 
 /* 1 / sqrt(mean + eps) in every thread of the row. Every thread of the block calls it. */
 __device__ __forceinline__ float row_rsqrt(const norm_t &p, double sum)
@@ -267,7 +267,7 @@ static __global__ void __launch_bounds__(most_threads(kParts), least_blocks(kPar
         if (valid[i]) *(uint4 *)(y + (int64_t)(threadIdx.x + i * blockDim.x) * epmoei_part_size<T>) = parts[i];
 }
 
-/* --------------------------------------------------------------------------------- rows of any width and alignment */
+/* ---------------------------------------------------------------------------------- rows of any width and alignment */
 
 /* Elements [col, col + kPart) of a row, zeros past its end. */
 template <typename T> __device__ __forceinline__ uint4 gather(const T *row, int64_t col, int32_t hidden)

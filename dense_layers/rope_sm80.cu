@@ -54,15 +54,13 @@ template <typename T, int kRun> static __global__ void __launch_bounds__(256, 3)
     epmoei_begin_dependent();
     const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.slots, p.tokens, p.num_tokens);
     if (!at.live) return;
-    const float *row = epmoei_position_row(p.positions, at.token, at.head == 0 && at.lane == 0);
-    if (!row) return;
+    const int64_t position = epmoei_load_index(p.positions.data, p.positions.dtype, at.token);
     const int64_t step = (int64_t)p.slots * gridDim.y;
     for (int32_t run = at.lane; run < p.runs; run += p.lanes) {
         const int64_t first = (int64_t)run * kRun;
         int64_t a_col, b_col;
         epmoei_pair_columns<kRun>(a_col, b_col, first, p.half, p.style);
-        epmoei_turn_t<kRun> turn;
-        epmoei_load_turn<kRun>(turn, row, first, p.half, p.style, p.direction);
+        epmoei_turn_t<kRun> turn = {};
         for (int64_t head = at.head; head < p.all_heads; head += kHeadsInFlight * step) {
             held_t<T, kRun> a[kHeadsInFlight], b[kHeadsInFlight];
             T *rows[kHeadsInFlight];
@@ -72,6 +70,12 @@ template <typename T, int kRun> static __global__ void __launch_bounds__(256, 3)
                 rows[i] = head_row<T>(p, at.token, valid ? head + i * step : 0);
                 a[i].load(rows[i] + a_col, valid);
                 b[i].load(rows[i] + b_col, valid);
+            }
+            /* Behind the loads of the first heads, which so wait for no position. */
+            if (head == at.head) {
+                const float *row = epmoei_table_row(p.positions, position, head == 0 && run == 0);
+                if (!row) return;
+                epmoei_load_turn<kRun>(turn, row, first, p.half, p.style, p.direction);
             }
 #pragma unroll
             for (int i = 0; i < kHeadsInFlight; i++) {
