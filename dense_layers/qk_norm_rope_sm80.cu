@@ -3,6 +3,7 @@
 
 /* Heads of which a thread loads its two runs before it stores the first. */
 static const int kHeadsInFlight = 2;
+static const int kMostHeads = 1 << 30;
 static const int kWarps = 8; /* of a block of the kernel for any head */
 
 struct qk_t {
@@ -60,7 +61,7 @@ template <typename T> __device__ __forceinline__ double squares(const uint4 &par
     return sum;
 }
 
-/* Part of a warp per head, which stays in registers. Heads of whole runs at aligned addresses. */
+/* Part of a warp per head, which stays in registers. Heads of whole runs at aligned addresses, at most kMostHeads. */
 template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel(qk_t p)
 {
     constexpr int kRun = epmoei_part_size<T>;
@@ -74,15 +75,15 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
     const int32_t apart = rotates ? p.half : (p.shares - p.rotated) * kRun;
     epmoei_turn_t<kRun> turn = {};
     T *data = (T *)p.qkv + at.token * p.stride + (int64_t)at.head * p.head_dim + a_col;
-    const int64_t step = (int64_t)p.slots * gridDim.y;
+    const int32_t step = p.slots * (int32_t)gridDim.y, all_heads = (int32_t)p.all_heads;
     /* Whole warps, whose lanes add up their squares. */
-    for (int64_t first = 0; first < p.all_heads; first += kHeadsInFlight * step) {
+    for (int32_t first = 0; first < all_heads; first += kHeadsInFlight * step) {
         uint4 a[kHeadsInFlight], b[kHeadsInFlight];
         double sums[kHeadsInFlight];
 #pragma unroll
         for (int i = 0; i < kHeadsInFlight; i++) {
-            const bool valid = works && first + at.head + i * step < p.all_heads;
-            const T *from = data + (first + i * step) * p.head_dim;
+            const bool valid = works && first + at.head + i * step < all_heads;
+            const T *from = data + (int64_t)(first + i * step) * p.head_dim;
             a[i] = ptx_load_once_16(from, valid);
             b[i] = ptx_load_once_16(from + apart, valid);
         }
@@ -100,8 +101,8 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
         }
 #pragma unroll
         for (int i = 0; i < kHeadsInFlight; i++) {
-            const int64_t head = first + at.head + i * step;
-            if (!works || head >= p.all_heads) continue;
+            const int32_t head = first + at.head + i * step;
+            if (!works || head >= all_heads) continue;
             const void *weights = head < p.num_heads ? p.q_weight : p.k_weight;
             const float r = mean_rsqrt(p, sums[i]);
             float x[kRun], y[kRun];
@@ -112,7 +113,7 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel
             normalise_run(x, p, weights, a_col, r);
             normalise_run(y, p, weights, a_col + apart, r);
             if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
-            T *to = data + (first + i * step) * p.head_dim;
+            T *to = data + (int64_t)(first + i * step) * p.head_dim;
             *(uint4 *)to = epmoei_pack_part<T>(x);
             *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
         }
@@ -177,7 +178,8 @@ template <typename T> static epmoe_status_t launch(qk_t p, epmoe_stream_t stream
     const int32_t run = epmoei_part_size<T>;
     p.shares = p.head_dim / (2 * run);
     p.rotated = p.half / run;
-    const bool whole = p.head_dim % (2 * run) == 0 && p.half % run == 0 && p.stride % run == 0 && p.shares <= 32;
+    const bool whole = p.head_dim % (2 * run) == 0 && p.half % run == 0 && p.stride % run == 0 && p.shares <= 32 &&
+                       p.all_heads <= kMostHeads;
     if (!whole) return epmoei_cuda_status((int32_t)launch_any<T>(p, stream), "epmoe_qk_norm_rope");
     int32_t lanes = 1;
     while (lanes < p.shares) lanes *= 2;
