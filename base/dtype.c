@@ -22,7 +22,8 @@ int32_t epmoe_dtype_size(epmoe_dtype_t dtype)
 
 const char *epmoe_format_string(epmoe_format_t format)
 {
-    static const char *const names[] = {"none", "fp32", "bf16", "fp16", "fp8_block", "gptq", "awq", "ct", "mxfp4"};
+    static const char *const names[] = {"none", "fp32", "bf16", "fp16",  "fp8_block",
+                                        "gptq", "awq",  "ct",   "mxfp4", "w4"};
     return (int32_t)format >= 0 && (int32_t)format < (int32_t)(sizeof names / sizeof names[0]) ? names[format] : "none";
 }
 

@@ -36,6 +36,12 @@ static inline const char *bench_backend_name(const bench_t *bench)
 static inline const char *bench_dtype_name(const bench_t *bench)
 {
     epmoe_dtype_t dtype = bench->config.dtype;
+    switch (bench->options->weight_format) {
+    case EPMOE_FORMAT_FP8_BLOCK: return "fp8";
+    case EPMOE_FORMAT_W4: return "w4";
+    case EPMOE_FORMAT_MXFP4: return "mxfp4";
+    default: break;
+    }
     return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
 }
 

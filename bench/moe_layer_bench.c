@@ -23,6 +23,15 @@ static int refuse(bench_t *bench)
     if (status != EPMOE_OK)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
     bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
+    const char *format = options->weight_format ? bench_dtype_name(bench) : "";
+    if (options->weight_format && cuda)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: on CUDA bf16 or fp16", format);
+    if (options->weight_format && options->op)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: --op takes bf16, fp16 or fp32",
+                                  format);
+    if (options->weight_format && options->checkpoint)
+        return program_error_once(bench->program, PROGRAM_BAD_INPUT,
+                                  "--dtype %s: a checkpoint's weights are as they are stored", format);
     if (options->graph > 0 && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
@@ -91,6 +100,7 @@ static epmoe_status_t configure(bench_t *bench)
     }
     epmoe_layer_config_t *config = &bench->config;
     config->dtype = options->dtype;
+    if (!options->checkpoint) config->weight_format = options->weight_format;
     config->capacity = options->capacity;
     config->max_tokens = 1;
     for (int32_t i = 0; i < options->num_cases; i++) {
@@ -120,6 +130,9 @@ static epmoe_status_t configure(bench_t *bench)
 static epmoe_status_t inject_nan(const bench_t *bench)
 {
     const epmoei_packed_weights_t *weights = &bench->layer->weights;
+    if (epmoei_format_is_quantised(weights->formats.down))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "--inject-nan with weights in %s: expected plain ones",
+                           epmoe_format_string(weights->formats.down));
     int64_t step = (int64_t)bench->config.hidden * bench->config.intermediate;
     epmoe_dtype_t dtype = epmoei_dtype_of_format(weights->formats.down);
     int64_t size = epmoe_dtype_size(dtype);

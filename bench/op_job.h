@@ -34,6 +34,9 @@ typedef union op_args_t {
     epmoe_rope_args_t rope;
     epmoe_qk_norm_rope_args_t qk;
     epmoe_cache_write_args_t cache;
+    epmoe_attention_args_t attention;
+    epmoe_sample_args_t sample;
+    epmoe_spec_verify_args_t spec;
 } op_args_t;
 
 typedef struct op_job_t op_job_t;
@@ -54,6 +57,7 @@ extern const op_kind_t op_topk, op_align, op_permute, op_unpermute;           /*
 extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;              /* op_math.c */
 extern const op_kind_t op_router;                                             /* op_router.c */
 extern const op_kind_t op_rms_norm, op_rope, op_qk_norm_rope, op_cache_write; /* op_dense.c */
+extern const op_kind_t op_attention, op_prefill, op_sample, op_spec_verify;   /* op_attention.c */
 
 struct op_job_t {
     const bench_t *bench;
@@ -66,7 +70,8 @@ struct op_job_t {
     epmoei_floor_t floor;
     buffer_t memory[OP_MAX_MEMORY];
     int32_t num_memory;
-    /* grouped_gemm: the rows that the reference computes; rows of `out` that it leaves alone are not compared */
+    /* grouped_gemm, attention, sample: the rows that the reference computes; rows of `out` that it leaves alone are not
+     * compared */
     int32_t *reference_offsets;
     int32_t *reference_index;
     int32_t reference_rows;

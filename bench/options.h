@@ -21,7 +21,8 @@ typedef struct options_t {
     int32_t tokens_per_rank[OPTIONS_MAX_LIST]; /* of the one case */
     int64_t capacity;                          /* 0: the worst case */
     epmoe_dtype_t dtype;
-    const char *unsupported; /* a known option or value that is not built yet, NULL if there is none */
+    epmoe_format_t weight_format; /* of random weights; NONE: that of dtype */
+    const char *unsupported;      /* a known option or value that is not built yet, NULL if there is none */
     routing_kind_t routing;
     double zipf_exponent;
     const char *routing_path;

@@ -33,20 +33,29 @@ static void count_own(const bench_case_t *made, const bench_t *bench, int64_t *s
     }
 }
 
-/* The sizes of elements as the layer stores them: those that it reads. */
+/* The sizes of elements as the layer stores them: those that it reads, scales included. */
 typedef struct sizes_t {
     double router, gate_up, down, shared_gate_up, shared_down;
 } sizes_t;
 
+static double element_bytes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols,
+                            bool halves)
+{
+    double elements = (double)rows * (double)cols;
+    return elements > 0 ? (double)epmoei_matrix_sizes(format, pack, rows, cols, halves).total / elements : 0;
+}
+
 static sizes_t stored_sizes(const bench_t *bench)
 {
     const epmoei_layer_formats_t *formats = &bench->layer->weights.formats;
+    const epmoe_layer_config_t *config = &bench->layer->config;
+    int64_t d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
     return (sizes_t){
         .router = epmoe_dtype_size(formats->router),
-        .gate_up = epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)),
-        .down = epmoe_dtype_size(epmoei_dtype_of_format(formats->down)),
-        .shared_gate_up = epmoe_dtype_size(epmoei_dtype_of_format(formats->shared_gate_up)),
-        .shared_down = epmoe_dtype_size(epmoei_dtype_of_format(formats->shared_down)),
+        .gate_up = element_bytes(formats->gate_up, &formats->gate_up_pack, 2 * f, d, true),
+        .down = element_bytes(formats->down, &formats->down_pack, d, f, false),
+        .shared_gate_up = element_bytes(formats->shared_gate_up, &formats->shared_gate_up_pack, 2 * fs, d, true),
+        .shared_down = element_bytes(formats->shared_down, &formats->shared_down_pack, d, fs, false),
     };
 }
 

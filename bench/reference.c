@@ -2,7 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/blas_threads.h"
-#include "kernels/random_weights.h"
+#include "kernels/random_quant.h"
 
 #include <cblas.h>
 #include <math.h>
@@ -18,17 +18,26 @@ typedef struct matrix_t {
     int32_t expert;
     epmoe_dtype_t dtype;
     epmoei_view_t view;
+    epmoei_quant_t quant; /* of a quantised view: never rounded */
+    bool quantised;       /* random: in the config's weight_format */
 } matrix_t;
 
 static matrix_t random_matrix(const reference_t *reference, epmoei_random_tensor_t tensor, int32_t expert, int64_t rows,
                               int64_t cols, epmoe_dtype_t dtype)
 {
-    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}};
+    return (matrix_t){rows, cols, reference, tensor, expert, dtype, {0}, {0}, false};
 }
 
 static matrix_t view_matrix(epmoei_view_t view, epmoe_dtype_t dtype)
 {
     return (matrix_t){.rows = view.rows, .cols = view.cols, .dtype = dtype, .view = view};
+}
+
+static matrix_t source_matrix(epmoei_view_t view, const epmoei_quant_source_t *source, epmoe_dtype_t dtype)
+{
+    matrix_t matrix = view_matrix(view, dtype);
+    matrix.quant = source->quant;
+    return matrix;
 }
 
 /* Of a checkpoint's matrices; its biases are kept as they are. */
@@ -37,19 +46,36 @@ static epmoe_dtype_t view_dtype(const reference_t *reference)
     return reference->rounds_checkpoint ? reference->weight_dtype : EPMOE_DTYPE_NONE;
 }
 
+static int32_t random_group(const matrix_t *matrix)
+{
+    return matrix->reference->config->weight_format == EPMOE_FORMAT_MXFP4 ? EPMOEI_MXFP4_GROUP : 128;
+}
+
 /* Row r of the matrix as doubles. */
 static void read_row(const matrix_t *matrix, int64_t r, double *dst)
 {
     enum { kPiece = 512 };
     for (int64_t first = 0; first < matrix->cols; first += kPiece) {
         int64_t count = epmoei_min64(kPiece, matrix->cols - first);
-        if (matrix->reference) {
+        if (matrix->reference && matrix->quantised) {
+            float values[kPiece];
+            const epmoei_random_quant_t random = {matrix->reference->config->weight_format,
+                                                  random_group(matrix),
+                                                  matrix->reference->seed,
+                                                  matrix->tensor,
+                                                  matrix->expert,
+                                                  matrix->cols};
+            epmoei_random_quant_values(&random, r, first, count, values);
+            for (int64_t c = 0; c < count; c++) dst[first + c] = (double)values[c];
+        } else if (matrix->reference) {
             float values[kPiece], scale = epmoei_random_scale(matrix->tensor, matrix->cols);
             char rounded[4 * kPiece];
             epmoei_random_fill(rounded, matrix->dtype, matrix->reference->seed, matrix->tensor, matrix->expert,
                                r * matrix->cols + first, count, scale);
             epmoei_to_f32(values, rounded, matrix->dtype, count);
             for (int64_t c = 0; c < count; c++) dst[first + c] = (double)values[c];
+        } else if (matrix->quant.format != EPMOE_FORMAT_NONE) {
+            for (int64_t c = first; c < first + count; c++) dst[c] = (double)epmoei_quant_at(&matrix->quant, r, c);
         } else {
             const epmoei_view_t *view = &matrix->view;
             for (int64_t c = first; c < first + count; c++)
@@ -126,6 +152,7 @@ static expert_t random_expert(const reference_t *reference, int32_t expert)
         .up = random_matrix(reference, shared ? EPMOEI_RANDOM_SHARED_UP : EPMOEI_RANDOM_UP, id, f, d, dtype),
         .down = random_matrix(reference, shared ? EPMOEI_RANDOM_SHARED_DOWN : EPMOEI_RANDOM_DOWN, id, d, f, dtype),
     };
+    made.gate.quantised = made.up.quantised = made.down.quantised = epmoei_format_is_quantised(config->weight_format);
     if (config->expert_has_bias && !shared) {
         made.gate_bias = random_matrix(reference, EPMOEI_RANDOM_GATE_BIAS, id, 1, f, EPMOE_F32);
         made.up_bias = random_matrix(reference, EPMOEI_RANDOM_UP_BIAS, id, 1, f, EPMOE_F32);
@@ -150,9 +177,9 @@ static epmoe_status_t find_expert(const reference_t *reference, int32_t expert, 
     }
     epmoe_dtype_t dtype = view_dtype(reference);
     *found = (expert_t){
-        .gate = view_matrix(source.gate, dtype),
-        .up = view_matrix(source.up, dtype),
-        .down = view_matrix(source.down, dtype),
+        .gate = source_matrix(source.gate, &source.gate_quant, dtype),
+        .up = source_matrix(source.up, &source.up_quant, dtype),
+        .down = source_matrix(source.down, &source.down_quant, dtype),
         .gate_bias = view_matrix(source.gate_bias, EPMOE_DTYPE_NONE),
         .up_bias = view_matrix(source.up_bias, EPMOE_DTYPE_NONE),
         .down_bias = view_matrix(source.down_bias, EPMOE_DTYPE_NONE),

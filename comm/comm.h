@@ -6,7 +6,7 @@
 #include "base/base.h"
 
 #define EPMOEI_MAX_RANKS  4096
-#define EPMOEI_MAX_AGREED 32 /* numbers in one epmoei_comm_agree_on */
+#define EPMOEI_MAX_AGREED 48 /* numbers in one epmoei_comm_agree_on */
 
 struct epmoei_record; /* what one rank says in epmoei_comm_agree_on */
 struct epmoei_nccl;   /* transport nccl's */

@@ -41,11 +41,11 @@ epmoe_status_t epmoei_cache_write_check(const epmoe_cache_write_args_t *args, ep
     EPMOEI_CHECK(epmoei_check_stride("value_block_stride", &out->value_block_stride, block, out->num_blocks));
     if (out->num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("key", out->key));
-    EPMOEI_CHECK(epmoei_check_pointer("value", out->value));
+    if (out->value_cache) EPMOEI_CHECK(epmoei_check_pointer("value", out->value));
     EPMOEI_CHECK(epmoei_check_pointer("slots", out->slots));
     if (out->num_blocks == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("key_cache", out->key_cache));
-    return epmoei_check_pointer("value_cache", out->value_cache);
+    return out->value ? epmoei_check_pointer("value_cache", out->value_cache) : EPMOE_OK;
 }
 
 epmoe_status_t epmoei_cache_write_check_values(const epmoe_cache_write_args_t *args)
@@ -58,7 +58,7 @@ epmoe_status_t epmoei_cache_write_check_values(const epmoe_cache_write_args_t *a
 
 epmoei_floor_t epmoei_cache_write_floor(const epmoe_cache_write_args_t *args)
 {
-    double values = 2.0 * args->num_kv_heads * args->head_dim;
+    double values = (args->key && !args->value ? 1.0 : 2.0) * args->num_kv_heads * args->head_dim;
     double bytes = values * (epmoe_dtype_size(args->dtype) + epmoe_dtype_size(args->cache_dtype));
     return (epmoei_floor_t){.bytes = args->num_tokens * (bytes + epmoe_dtype_size(args->slots_dtype))};
 }

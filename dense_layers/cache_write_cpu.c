@@ -76,6 +76,7 @@ static void write_token(const epmoe_cache_write_args_t *args, int64_t t, int64_t
     for (int64_t h = 0; h < args->num_kv_heads; h++) {
         write_head(args, args->key_cache, block * args->key_block_stride, args->key, t * args->key_stride,
                    args->k_scale, h, place, true);
+        if (!args->value) continue;
         write_head(args, args->value_cache, block * args->value_block_stride, args->value, t * args->value_stride,
                    args->v_scale, h, place, false);
     }

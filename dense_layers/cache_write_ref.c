@@ -44,6 +44,7 @@ epmoe_status_t epmoei_cache_write_ref(const epmoe_cache_write_args_t *args, epmo
                 int64_t column = h * args->head_dim + i;
                 write(args, args->key_cache, block * args->key_block_stride + key_element(args, h, place, i), args->key,
                       t * args->key_stride + column, args->k_scale);
+                if (!args->value) continue;
                 write(args, args->value_cache, block * args->value_block_stride + value_element(args, h, place, i),
                       args->value, t * args->value_stride + column, args->v_scale);
             }

@@ -1,16 +1,22 @@
 #include "dense_layers/dense_table.h"
 
 #include "base/device.h"
+#include "dense_layers/attention.h"
 #include "dense_layers/cache_write.h"
 #include "dense_layers/qk_norm_rope.h"
 #include "dense_layers/rms_norm.h"
 #include "dense_layers/rope.h"
+#include "dense_layers/sample.h"
+#include "dense_layers/spec_verify.h"
 
 static const epmoei_dense_table_t ref_table = {
     .rms_norm = epmoei_rms_norm_ref,
     .rope = epmoei_rope_ref,
     .qk_norm_rope = epmoei_qk_norm_rope_ref,
     .cache_write = epmoei_cache_write_ref,
+    .attention = epmoei_attention_ref,
+    .sample = epmoei_sample_ref,
+    .spec_verify = epmoei_spec_verify_ref,
 };
 
 static const epmoei_dense_table_t cpu_table = {
@@ -18,6 +24,9 @@ static const epmoei_dense_table_t cpu_table = {
     .rope = epmoei_rope_cpu,
     .qk_norm_rope = epmoei_qk_norm_rope_cpu,
     .cache_write = epmoei_cache_write_cpu,
+    .attention = epmoei_attention_cpu,
+    .sample = epmoei_sample_cpu,
+    .spec_verify = epmoei_spec_verify_cpu,
 };
 
 #if EPMOE_HAVE_CUDA

@@ -2,19 +2,19 @@
 
 #include "base/dtype.h"
 #include "kernels/activation.h"
+#include "kernels/dequant.h"
 #include "kernels/op_check.h"
+#include "kernels/quant_formats.h"
 
-static epmoe_status_t check_weight(const epmoe_weight_t *weight, bool need_data)
+/* Fills in the defaults of a quantised one. */
+static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k, bool need_data)
 {
-    if (epmoei_dtype_of_format(weight->format) == EPMOE_DTYPE_NONE) {
-        if (weight->format > EPMOE_FORMAT_F16 && weight->format <= EPMOE_FORMAT_MXFP4)
-            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "weight.format is %s: this version computes bf16, fp16, fp32",
-                               epmoe_format_string(weight->format));
+    bool quantised = epmoei_format_is_quantised(weight->format);
+    if (!quantised && epmoei_dtype_of_format(weight->format) == EPMOE_DTYPE_NONE)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.format is %d: expected an epmoe_format_t",
                            (int)weight->format);
-    }
-    if (need_data && !weight->data) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.data is NULL");
-    return EPMOE_OK;
+    if (quantised) EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
+    return need_data ? epmoei_weight_check_pointers(weight, "weight") : EPMOE_OK;
 }
 
 static epmoe_status_t check_flag(const char *name, int32_t value)
@@ -56,7 +56,12 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
     if (epmoei_activation_is_gated(out->activation) && out->n % 2)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with a gated activation",
                            out->n);
-    return check_weight(&out->weight, false);
+    EPMOEI_CHECK(check_flag("fp8_activations", out->fp8_activations));
+    if (out->fp8_activations && out->weight.format != EPMOE_FORMAT_FP8_BLOCK)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "fp8_activations is 1 and weight.format %s: expected fp8_block",
+                           epmoe_format_string(out->weight.format));
+    return check_weight(&out->weight, out->k, false);
 }
 
 static epmoe_status_t check_rows(const epmoe_grouped_gemm_args_t *args)
@@ -83,7 +88,7 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
 {
     EPMOEI_CHECK(check_shape(args, out));
     if (out->max_rows == 0) return EPMOE_OK;
-    EPMOEI_CHECK(check_weight(&out->weight, true));
+    EPMOEI_CHECK(check_weight(&out->weight, out->k, true));
     const struct {
         const char *name;
         const void *pointer;
@@ -101,14 +106,49 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows)
 {
     double weight = (double)args->n * args->k;
+    double weight_bytes = epmoei_weight_bytes(&args->weight, 1, args->n, args->k);
     double n_out = epmoei_activation_is_gated(args->activation) ? args->n / 2 : args->n;
-    double weight_bytes = epmoe_dtype_size(epmoei_dtype_of_format(args->weight.format));
     return (epmoei_floor_t){
-        .bytes = active_experts * weight * weight_bytes +
+        .bytes = active_experts * weight_bytes +
                  (double)rows * (args->k * (double)epmoe_dtype_size(args->x_dtype) / args->x_row_divisor +
                                  n_out * epmoe_dtype_size(args->y_dtype)),
         .flops = 2.0 * (double)rows * weight,
     };
+}
+
+/* Of the experts with rows: the others are not read. */
+static epmoe_status_t check_indices(const epmoe_grouped_gemm_args_t *args)
+{
+    if (!epmoei_format_is_quantised(args->weight.format) || !args->weight.g_idx) return EPMOE_OK;
+    int64_t half = epmoei_grouped_gemm_second_half(args);
+    for (int32_t e = 0; e < args->num_experts; e++) {
+        if (args->expert_offsets[e] == args->expert_offsets[e + 1]) continue;
+        epmoei_quant_t quant = epmoei_quant_of_weight(&args->weight, args->n, args->k, e, half);
+        for (int32_t orders = args->weight.format == EPMOE_FORMAT_W4 && half ? 2 : 1; orders > 0; orders--) {
+            epmoe_status_t status = epmoei_quant_check_groups(&quant, "weight.g_idx");
+            if (status != EPMOE_OK) return epmoei_fail_context(status, "expert %d", e);
+            quant.g_idx = (const char *)quant.g_idx + (int64_t)args->k * 4;
+        }
+    }
+    return EPMOE_OK;
+}
+
+int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args)
+{
+    if (!epmoei_activation_is_gated(args->activation)) return 0;
+    /* The orders of W4's columns are of gate and up rows, wherever they lie. */
+    if (args->weight.format == EPMOE_FORMAT_W4) return args->n / 2;
+    return args->layout == EPMOE_LAYOUT_PACKED ? args->n / 2 : 0;
+}
+
+/* Quantised weights run on the CPU alone. */
+static epmoe_status_t check_backend(const epmoe_grouped_gemm_args_t *args)
+{
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    if (backend != EPMOE_BACKEND_CUDA || !epmoei_format_is_quantised(args->weight.format)) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "weight.format is %s: on CUDA this version computes bf16 and fp16",
+                       epmoe_format_string(args->weight.format));
 }
 
 epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes)
@@ -118,6 +158,7 @@ epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(check_shape(args, &checked));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
+    EPMOEI_CHECK(check_backend(&checked));
     *bytes = checked.max_rows ? kernels->grouped_gemm_workspace(&checked) : 0;
     return EPMOE_OK;
 }
@@ -128,6 +169,7 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
+    EPMOEI_CHECK(check_backend(&checked));
     if (checked.max_rows == 0) return EPMOE_OK;
     epmoe_backend_t backend;
     int32_t one_group[2] = {0, checked.max_rows};
@@ -136,6 +178,7 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
         EPMOEI_CHECK(epmoei_actual_tokens(checked.num_rows_dev, checked.max_rows, &one_group[1]));
         if (!checked.expert_offsets) checked.expert_offsets = one_group;
         EPMOEI_CHECK(check_rows(&checked));
+        EPMOEI_CHECK(check_indices(&checked));
     }
     return kernels->grouped_gemm(&checked, stream);
 }

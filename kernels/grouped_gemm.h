@@ -23,6 +23,9 @@ extern "C" {
 /* Checks and normalises: after it every default of `out` is filled in. */
 epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out);
 
+/* The row of a quantised weight at which its second half begins, as epmoei_quant_t wants it; 0 = there is none. */
+int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args);
+
 /* The least work: each active expert's weights once, each row once. */
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows);
 

@@ -1,27 +1,29 @@
 /* The CPU's grouped GEMM. The work is cut into tasks of one expert, one tile of its outputs and one block of its rows:
  *   few rows    weights stream once from memory as they are stored, through grouped_gemm_cpu_rows.c: bound by memory
  *   many rows   weight tiles are widened to fp32 in cache and multiplied by cblas_sgemm: bound by arithmetic
+ * Quantised weights go through both in pieces of K (grouped_gemm_cpu_quant.c).
  * Every output belongs to one task, so results do not depend on the number of threads. */
 #include "kernels/grouped_gemm.h"
 
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/blas_threads.h"
-#include "kernels/grouped_gemm_cpu_rows.h"
+#include "kernels/grouped_gemm_cpu_quant.h"
+#include "kernels/quantize_fp8.h"
 
 #include <cblas.h>
 #include <omp.h>
 
 enum {
-    kSmallRows = 64,   /* rows of an expert up to which streaming wins (docs/performance) */
-    kSmallTile = 32,   /* outputs of a streaming task: 64 weight rows when gated */
-    kBlasRows = 256,   /* rows of a BLAS task */
-    kBlasTile = 64,    /* outputs of a BLAS task: 128 weight rows when gated */
-    kBlasDepth = 1024, /* K per sgemm: keeps a thread's widened tile in its L2 cache */
+    kSmallRows = 64,                 /* rows of an expert up to which streaming wins (docs/performance) */
+    kSmallTile = 32,                 /* outputs of a streaming task: 64 weight rows when gated */
+    kBlasRows = 256,                 /* rows of a BLAS task */
+    kBlasTile = 64,                  /* outputs of a BLAS task: 128 weight rows when gated */
+    kBlasDepth = EPMOEI_QUANT_DEPTH, /* K per sgemm: keeps a thread's widened tile in its L2 cache */
 };
 
 typedef struct plan_t {
-    float *x;            /* [x_rows,K] widened, or NULL when x is F32 already */
+    float *x;            /* [x_rows,K] widened, or NULL when x is F32 and used as it is */
     int64_t *task_start; /* [E+1] */
     char *threads;       /* thread_bytes each */
     int64_t fixed_bytes;
@@ -29,13 +31,16 @@ typedef struct plan_t {
 } plan_t;
 
 typedef struct scratch_t {
-    float *out;           /* [2*tile, rows]: products, weight row major */
-    float *w;             /* BLAS: [2*tile, depth] */
-    float *x;             /* BLAS: [rows, depth] */
-    const float **x_rows; /* [rows] */
-    const void **w_rows;  /* [2*tile] */
-    int32_t *slots;       /* [rows] */
-    int32_t *y_rows;      /* [rows] */
+    float *out;                /* [2*tile, rows]: products, weight row major */
+    float *w;                  /* BLAS: [2*tile, depth] */
+    float *x;                  /* BLAS: [rows, depth] */
+    const float **x_rows;      /* [rows] */
+    const void **w_rows;       /* [2*tile] */
+    int64_t *w_index;          /* [2*tile]: rows of w; quantised weights only */
+    epmoei_coded_row_t *coded; /* [2*tile]: the same */
+    const float **x_at;        /* [rows]: the same */
+    int32_t *slots;            /* [rows] */
+    int32_t *y_rows;           /* [rows] */
 } scratch_t;
 
 static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args, scratch_t *scratch)
@@ -48,6 +53,9 @@ static int64_t scratch_layout(char *base, const epmoe_grouped_gemm_args_t *args,
     scratch->x = epmoei_carve(&arena, rows * depth * 4);
     scratch->x_rows = epmoei_carve(&arena, rows * (int64_t)sizeof *scratch->x_rows);
     scratch->w_rows = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->w_rows);
+    scratch->w_index = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->w_index);
+    scratch->coded = epmoei_carve(&arena, (int64_t)2 * kBlasTile * (int64_t)sizeof *scratch->coded);
+    scratch->x_at = epmoei_carve(&arena, rows * (int64_t)sizeof *scratch->x_at);
     scratch->slots = epmoei_carve(&arena, rows * 4);
     scratch->y_rows = epmoei_carve(&arena, rows * 4);
     return arena.used;
@@ -64,7 +72,8 @@ static plan_t plan_layout(char *base, const epmoe_grouped_gemm_args_t *args)
     scratch_t scratch;
     epmoei_arena_t arena = {base, 0};
     int64_t x_elements = count_x_rows(args) * args->k;
-    plan.x = args->x_dtype == EPMOE_F32 ? NULL : epmoei_carve(&arena, x_elements * 4);
+    bool as_is = args->x_dtype == EPMOE_F32 && !args->fp8_activations;
+    plan.x = as_is ? NULL : epmoei_carve(&arena, x_elements * 4);
     plan.task_start = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 8);
     plan.fixed_bytes = arena.used;
     plan.thread_bytes = scratch_layout(NULL, args, &scratch);
@@ -164,6 +173,28 @@ static void run_task(const epmoe_grouped_gemm_args_t *args, const float *x, cons
     int32_t first = (int32_t)(task / blocks) * tile;
     int32_t count = (int32_t)epmoei_min64(tile, n_out - first);
     int32_t num_w = gated ? 2 * count : count;
+    if (epmoei_format_is_quantised(args->weight.format)) {
+        for (int32_t w = 0; w < num_w; w++) scratch->w_index[w] = output_row(args, first + w % count, w >= count);
+        epmoei_quant_tile_t quant = {.args = args,
+                                     .table = table,
+                                     .blas = blas,
+                                     .expert = expert,
+                                     .num_w = num_w,
+                                     .num_gate = count,
+                                     .rows = rows,
+                                     .w_index = scratch->w_index,
+                                     .x_rows = scratch->x_rows,
+                                     .w = scratch->w,
+                                     .x = scratch->x,
+                                     .part = scratch->out + (int64_t)num_w * rows,
+                                     .w_rows = scratch->w_rows,
+                                     .coded = scratch->coded,
+                                     .x_at = scratch->x_at,
+                                     .out = scratch->out};
+        epmoei_quant_tile_multiply(&quant);
+        finish(args, scratch, expert, first, count, rows);
+        return;
+    }
     for (int32_t w = 0; w < num_w; w++)
         scratch->w_rows[w] = weight_row(args, expert, output_row(args, first + w % count, w >= count));
 
@@ -242,10 +273,12 @@ epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, ep
         scratch_layout(plan.threads + plan.thread_bytes * omp_get_thread_num(), args, &scratch);
         if (plan.x) {
 #pragma omp for schedule(static)
-            for (int64_t r = 0; r < x_rows; r++)
+            for (int64_t r = 0; r < x_rows; r++) {
                 epmoei_to_f32(plan.x + r * args->k,
                               (const char *)args->x + r * args->k * epmoe_dtype_size(args->x_dtype), args->x_dtype,
                               args->k);
+                if (args->fp8_activations) epmoei_quantize_fp8_round_row(plan.x + r * args->k, args->k);
+            }
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {

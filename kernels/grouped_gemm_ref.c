@@ -1,7 +1,10 @@
 #include "kernels/grouped_gemm.h"
 
 #include "base/dtype.h"
+#include "base/fp8.h"
 #include "kernels/activation.h"
+#include "kernels/quant_formats.h"
+#include "kernels/quantize_fp8.h"
 
 static float dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int64_t x_row)
 {
@@ -14,10 +17,40 @@ static float dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t 
     return sum;
 }
 
-/* One row of w against one slot, up to the bias. */
-static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, int32_t x_row, int32_t slot)
+/* x with fp8_activations: quantised in its 128 columns and back. */
+static float quantised_x(const epmoe_grouped_gemm_args_t *args, int64_t x_row, int64_t k)
 {
-    float value = dot(args, expert, row, x_row);
+    int64_t first = k / EPMOEI_FP8_COLUMNS * EPMOEI_FP8_COLUMNS,
+            end = epmoei_min64(first + EPMOEI_FP8_COLUMNS, args->k);
+    float amax = 0;
+    for (int64_t i = first; i < end; i++)
+        amax = epmoei_amax(amax, epmoei_load(args->x, args->x_dtype, x_row * args->k + i));
+    float scale = epmoei_e4m3_scale(amax);
+    return epmoei_e4m3_to_f32(epmoei_f32_to_e4m3(epmoei_load(args->x, args->x_dtype, x_row * args->k + k) / scale)) *
+           scale;
+}
+
+static float quantised_dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, bool up, int64_t x_row)
+{
+    epmoei_quant_t quant =
+        epmoei_quant_of_weight(&args->weight, args->n, args->k, expert, epmoei_grouped_gemm_second_half(args));
+    bool ordered = quant.format == EPMOE_FORMAT_W4 && quant.g_idx;
+    float sum = 0.0f;
+    for (int64_t k = 0; k < args->k; k++) {
+        int64_t column = ordered ? epmoei_quant_index(&quant, up ? args->k + k : k) : k;
+        float x = args->fp8_activations ? quantised_x(args, x_row, column)
+                                        : epmoei_load(args->x, args->x_dtype, x_row * args->k + column);
+        sum += epmoei_quant_at(&quant, row, k) * x;
+    }
+    return sum;
+}
+
+/* One row of w, which is one of the up rows or not, against one slot, up to the bias. */
+static float projection(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t row, bool up, int32_t x_row,
+                        int32_t slot)
+{
+    float value = epmoei_format_is_quantised(args->weight.format) ? quantised_dot(args, expert, row, up, x_row)
+                                                                  : dot(args, expert, row, x_row);
     if (args->weight_on_input) value *= args->row_weights[slot];
     if (args->bias) value += args->bias[(int64_t)expert * args->n + row];
     return value;
@@ -38,11 +71,11 @@ epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, ep
             for (int32_t i = 0; i < n_out; i++) {
                 float value;
                 if (gated) {
-                    float gate = projection(args, e, interleaved ? 2 * i : i, x_row, slot);
-                    float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, x_row, slot);
+                    float gate = projection(args, e, interleaved ? 2 * i : i, false, x_row, slot);
+                    float up = projection(args, e, interleaved ? 2 * i + 1 : n_out + i, true, x_row, slot);
                     value = epmoei_activate(args->activation, gate, up, args->alpha, args->limit);
                 } else {
-                    value = projection(args, e, i, x_row, slot);
+                    value = projection(args, e, i, false, x_row, slot);
                     if (args->activation == EPMOE_ACTIVATION_SIGMOID) value = epmoei_sigmoid(value);
                 }
                 if (args->row_weights && !args->weight_on_input) value *= args->row_weights[slot];

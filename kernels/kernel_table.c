@@ -2,9 +2,11 @@
 
 #include "base/device.h"
 #include "kernels/align.h"
+#include "kernels/dequant.h"
 #include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
 #include "kernels/permute.h"
+#include "kernels/quantize_fp8.h"
 #include "kernels/route.h"
 #include "kernels/silu_and_mul.h"
 #include "kernels/sum.h"
@@ -75,6 +77,8 @@ static void init_tables(void)
         .grouped_gemm_workspace = epmoei_grouped_gemm_workspace_ref,
         .silu_and_mul = epmoei_silu_and_mul_ref,
         .sum = epmoei_sum_ref,
+        .quantize_fp8 = epmoei_quantize_fp8_ref,
+        .dequant = epmoei_dequant_ref,
     };
     if (cpu_tier == EPMOEI_CPU_REF) return;
     cpu_table.topk = epmoei_topk_cpu;
@@ -84,6 +88,8 @@ static void init_tables(void)
     cpu_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_cpu;
     cpu_table.silu_and_mul = epmoei_silu_and_mul_cpu;
     cpu_table.sum = epmoei_sum_cpu;
+    cpu_table.quantize_fp8 = epmoei_quantize_fp8_cpu;
+    cpu_table.dequant = epmoei_dequant_cpu;
 }
 
 epmoei_cpu_tier_t epmoei_cpu_tier(void)

@@ -27,6 +27,9 @@ typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*experts_few_gate_up)(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
     epmoe_status_t (*experts_few_down)(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);
     epmoe_status_t (*route)(const struct epmoei_route_args_t *args, epmoe_stream_t stream); /* CUDA alone */
+    /* The CPU alone. */
+    epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*dequant)(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
 } epmoei_kernel_table_t;
 
 /* `backend` as the caller gave it; NOT_SUPPORTED (with the reason) when it cannot run here. */

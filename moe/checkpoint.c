@@ -214,6 +214,7 @@ void epmoe_checkpoint_close(epmoe_checkpoint_t *checkpoint)
     epmoei_free(checkpoint->index.tensors);
     epmoei_free(checkpoint->layers);
     epmoei_free(checkpoint->dir);
+    epmoei_model_config_free(&checkpoint->config);
     epmoei_free(checkpoint);
 }
 

@@ -8,7 +8,7 @@ static epmoe_status_t read_mlp(epmoei_reader_t *reader, const char *gate, const 
                                const epmoei_config_size_t *known, epmoei_expert_source_t *source)
 {
     const epmoei_config_size_t *hidden = &reader->checkpoint->config.hidden;
-    EPMOEI_CHECK(epmoei_reader_projection(reader, gate, 0, known, hidden, &source->gate));
+    EPMOEI_CHECK(epmoei_reader_projection(reader, gate, 0, known, hidden, &source->gate, &source->gate_quant));
     const epmoei_view_t *view = &source->gate;
     if (view->data && (view->rows < 1 || view->rows > INT32_MAX))
         return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: layer %d: %s has %lld rows: expected 1..%d",
@@ -18,8 +18,8 @@ static epmoe_status_t read_mlp(epmoei_reader_t *reader, const char *gate, const 
         width.value = view->rows;
         snprintf(width.text, sizeof width.text, "%s has %lld rows", gate, (long long)view->rows);
     }
-    EPMOEI_CHECK(epmoei_reader_projection(reader, up, 0, &width, hidden, &source->up));
-    return epmoei_reader_projection(reader, down, 0, hidden, &width, &source->down);
+    EPMOEI_CHECK(epmoei_reader_projection(reader, up, 0, &width, hidden, &source->up, &source->up_quant));
+    return epmoei_reader_projection(reader, down, 0, hidden, &width, &source->down, &source->down_quant);
 }
 
 static epmoe_status_t read_expert(epmoei_reader_t *reader, bool stacked, int32_t expert, epmoei_expert_source_t *source)
@@ -29,11 +29,11 @@ static epmoe_status_t read_expert(epmoei_reader_t *reader, bool stacked, int32_t
     *source = (epmoei_expert_source_t){0};
     if (stacked) return epmoei_reader_stacked_expert(reader, expert, source);
     EPMOEI_CHECK(epmoei_reader_projection(reader, names->expert_gate, expert, &config->intermediate, &config->hidden,
-                                          &source->gate));
+                                          &source->gate, &source->gate_quant));
     EPMOEI_CHECK(epmoei_reader_projection(reader, names->expert_up, expert, &config->intermediate, &config->hidden,
-                                          &source->up));
+                                          &source->up, &source->up_quant));
     return epmoei_reader_projection(reader, names->expert_down, expert, &config->hidden, &config->intermediate,
-                                    &source->down);
+                                    &source->down, &source->down_quant);
 }
 
 static epmoe_status_t read_layer(epmoei_reader_t *reader, bool dense, epmoei_layer_source_t *source)
@@ -45,8 +45,8 @@ static epmoe_status_t read_layer(epmoei_reader_t *reader, bool dense, epmoei_lay
     if (dense)
         return read_mlp(reader, names->dense_gate, names->dense_up, names->dense_down, &config->dense_intermediate,
                         &source->shared);
-    EPMOEI_CHECK(
-        epmoei_reader_projection(reader, names->router, 0, &config->num_experts, &config->hidden, &source->router));
+    EPMOEI_CHECK(epmoei_reader_projection(reader, names->router, 0, &config->num_experts, &config->hidden,
+                                          &source->router, NULL));
     if (config->layer.router_has_bias)
         EPMOEI_CHECK(epmoei_reader_row(reader, names->router_bias, &config->num_experts, &source->router_bias));
     if (config->layer.has_selection_bias)
@@ -57,7 +57,7 @@ static epmoe_status_t read_layer(epmoei_reader_t *reader, bool dense, epmoei_lay
                           &config->shared_intermediate, &source->shared));
     if (names->shared_gate)
         EPMOEI_CHECK(
-            epmoei_reader_projection(reader, names->shared_gate, 0, &one, &config->hidden, &source->shared_gate));
+            epmoei_reader_projection(reader, names->shared_gate, 0, &one, &config->hidden, &source->shared_gate, NULL));
     return EPMOE_OK;
 }
 
@@ -98,16 +98,40 @@ static epmoei_reader_t reader_of(const epmoe_checkpoint_t *checkpoint, int32_t l
                              .module = checkpoint->layers[layer].module};
 }
 
+static epmoe_format_t format_of(const epmoei_expert_source_t *source) { return source->gate_quant.quant.format; }
+
+/* The tensors win over the lists of the config. */
+static void warn(const epmoe_checkpoint_t *checkpoint, int32_t layer, const epmoei_list_notes_t *notes)
+{
+    if (notes->quantised[0])
+        epmoei_log(EPMOE_LOG_WARNING,
+                   "%s: layer %d: config.json says that %s is not quantised, but it is: read as it "
+                   "is stored",
+                   checkpoint->dir, layer, notes->quantised);
+    if (notes->plain[0])
+        epmoei_log(EPMOE_LOG_WARNING,
+                   "%s: layer %d: %s is not quantised, though config.json does not list it: read as "
+                   "it is stored",
+                   checkpoint->dir, layer, notes->plain);
+}
+
 epmoe_status_t epmoei_checkpoint_check_layer(epmoe_checkpoint_t *checkpoint, int32_t layer)
 {
     epmoei_layer_place_t *place = &checkpoint->layers[layer];
     epmoei_layer_source_t source;
     epmoei_expert_source_t expert;
     epmoei_reader_t reader = reader_of(checkpoint, layer);
+    epmoei_list_notes_t notes = {0};
+    reader.notes = &notes;
     EPMOEI_CHECK(find_place(&reader, place));
     EPMOEI_CHECK(read_layer(&reader, place->dense, &source));
+    place->format = format_of(&source.shared);
     int32_t num_experts = place->dense ? 0 : checkpoint->config.layer.num_experts;
-    for (int32_t e = 0; e < num_experts; e++) EPMOEI_CHECK(read_expert(&reader, place->stacked, e, &expert));
+    for (int32_t e = 0; e < num_experts; e++) {
+        EPMOEI_CHECK(read_expert(&reader, place->stacked, e, &expert));
+        if (e == 0) place->format = format_of(&expert);
+    }
+    warn(checkpoint, layer, &notes);
     place->shared_intermediate = (int32_t)source.shared.gate.rows;
     place->refused = reader.refused;
     place->refused_format = reader.refused_format;
@@ -124,7 +148,7 @@ static epmoe_status_t check_call(const epmoe_checkpoint_t *checkpoint, int32_t l
     const epmoei_layer_place_t *place = &checkpoint->layers[layer];
     if (place->refused)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "%s: tensor %s is stored in format %s: this version computes with bf16, fp16 and fp32",
+                           "%s: tensor %s is stored in a format that this version cannot compute with: %s",
                            place->refused->path, place->refused->name, place->refused_format);
     return EPMOE_OK;
 }
@@ -142,6 +166,10 @@ epmoe_status_t epmoe_checkpoint_layer_config(const epmoe_checkpoint_t *checkpoin
                                         .activation = moe->activation,
                                         .alpha = moe->alpha,
                                         .limit = moe->limit};
+    result.weight_format = place->format;
+    const epmoei_quant_config_t *quant = &checkpoint->config.quant;
+    if (place->format != EPMOE_FORMAT_NONE)
+        result.weight_group = place->format == EPMOE_FORMAT_FP8_BLOCK ? quant->block : quant->group;
     result.shared_intermediate = place->shared_intermediate;
     result.shared_gated =
         !place->dense && place->shared_intermediate > 0 && checkpoint->config.family->names->shared_gate != NULL;

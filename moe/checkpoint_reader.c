@@ -48,16 +48,15 @@ epmoe_status_t epmoei_reader_missing(const epmoei_reader_t *reader, const char *
     return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s is missing", reader->checkpoint->dir, name);
 }
 
-static void refuse(epmoei_reader_t *reader, const epmoei_tensor_t *tensor, const char *format)
+void epmoei_reader_refuse(epmoei_reader_t *reader, const epmoei_tensor_t *tensor, const char *format)
 {
     if (reader->refused) return;
     reader->refused = tensor;
     reader->refused_format = format;
 }
 
-/* expected[i] < 0 = any; `reason` says what the others come from. */
-static epmoe_status_t check_shape(const epmoei_tensor_t *tensor, int32_t num_dims, const int64_t *expected,
-                                  const char *reason)
+epmoe_status_t epmoei_reader_check_shape(const epmoei_tensor_t *tensor, int32_t num_dims, const int64_t *expected,
+                                         const char *reason)
 {
     bool same = tensor->num_dims == num_dims;
     for (int32_t i = 0; same && i < num_dims; i++) same = expected[i] < 0 || tensor->shape[i] == expected[i];
@@ -82,60 +81,46 @@ epmoe_status_t epmoei_reader_row(epmoei_reader_t *reader, const char *pattern, c
 {
     const epmoei_tensor_t *tensor = epmoei_reader_find(reader, pattern, 0, "");
     if (!tensor) return epmoei_reader_missing(reader, pattern, 0, "");
-    EPMOEI_CHECK(check_shape(tensor, 1, &cols->value, cols->text));
+    EPMOEI_CHECK(epmoei_reader_check_shape(tensor, 1, &cols->value, cols->text));
     if (!epmoei_dtype_is_float(tensor->dtype)) {
-        refuse(reader, tensor, tensor->dtype_name);
+        epmoei_reader_refuse(reader, tensor, tensor->dtype_name);
         return EPMOE_OK;
     }
     *view = view_of(tensor, 0, 1, cols->value, cols->value, 1);
     return EPMOE_OK;
 }
 
-/* The quantised format whose tensors a projection has instead of a plain weight; NULL when it has none. */
-static const char *quantised_format(const epmoei_reader_t *reader, const char *pattern, int32_t expert,
-                                    const epmoei_tensor_t **tensor)
-{
-    if ((*tensor = epmoei_reader_find(reader, pattern, expert, ".qweight")))
-        return epmoe_format_string(strcmp(reader->checkpoint->config.quant_method, "awq") ? EPMOE_FORMAT_GPTQ
-                                                                                          : EPMOE_FORMAT_AWQ);
-    if ((*tensor = epmoei_reader_find(reader, pattern, expert, ".weight_packed")))
-        return epmoe_format_string(EPMOE_FORMAT_CT_W4);
-    return NULL;
-}
-
 epmoe_status_t epmoei_reader_projection(epmoei_reader_t *reader, const char *pattern, int32_t expert,
                                         const epmoei_config_size_t *rows, const epmoei_config_size_t *cols,
-                                        epmoei_view_t *view)
+                                        epmoei_view_t *view, epmoei_quant_source_t *quant)
 {
-    const epmoei_tensor_t *tensor = epmoei_reader_find(reader, pattern, expert, ".weight");
-    if (!tensor) {
-        const char *format = quantised_format(reader, pattern, expert, &tensor);
-        if (!format) return epmoei_reader_missing(reader, pattern, expert, ".weight");
-        refuse(reader, tensor, format);
+    const epmoei_tensor_t *tensor;
+    epmoe_format_t format = epmoei_reader_quantised(reader, pattern, expert, &tensor);
+    if (quant) *quant = (epmoei_quant_source_t){0};
+    if (format != EPMOE_FORMAT_NONE) {
+        if (quant) {
+            epmoei_reader_note(reader, pattern, expert, true);
+            return epmoei_reader_quant_projection(reader, pattern, expert, rows, cols, format, view, quant);
+        }
+        epmoei_reader_refuse(reader, tensor, epmoe_format_string(format));
         return EPMOE_OK;
     }
+    tensor = epmoei_reader_find(reader, pattern, expert, ".weight");
+    if (!tensor) return epmoei_reader_missing(reader, pattern, expert, ".weight");
     int64_t shape[2] = {rows->value, cols->value};
     char reason[280];
     snprintf(reason, sizeof reason, "%s%s%s", rows->text, rows->text[0] && cols->text[0] ? " and " : "", cols->text);
-    EPMOEI_CHECK(check_shape(tensor, 2, shape, reason));
-    if (tensor->dtype == EPMOE_F8_E4M3) {
-        /* A code without its scale is not a weight. */
-        if (!epmoei_reader_find(reader, pattern, expert, ".weight_scale_inv") &&
-            !epmoei_reader_find(reader, pattern, expert, ".weight_scale") &&
-            !epmoei_reader_find(reader, pattern, expert, ".scale"))
-            return epmoei_reader_missing(reader, pattern, expert, ".weight_scale_inv");
-        refuse(reader, tensor, epmoe_format_string(EPMOE_FORMAT_FP8_BLOCK));
-        return EPMOE_OK;
-    }
+    EPMOEI_CHECK(epmoei_reader_check_shape(tensor, 2, shape, reason));
     if (!epmoei_dtype_is_float(tensor->dtype)) {
-        refuse(reader, tensor, tensor->dtype_name);
+        epmoei_reader_refuse(reader, tensor, tensor->dtype_name);
         return EPMOE_OK;
     }
+    if (quant) epmoei_reader_note(reader, pattern, expert, false);
     *view = view_of(tensor, 0, tensor->shape[0], tensor->shape[1], tensor->shape[1], 1);
     return EPMOE_OK;
 }
 
-/* A tensor that holds one projection of all experts, or NULL when it is quantised (then it is refused). */
+/* A tensor that holds one plain projection of all experts, or NULL when this version cannot compute with it. */
 static epmoe_status_t find_stacked(epmoei_reader_t *reader, const char *pattern, int64_t rows, int64_t cols,
                                    const char *reason, const epmoei_tensor_t **tensor)
 {
@@ -143,21 +128,15 @@ static epmoe_status_t find_stacked(epmoei_reader_t *reader, const char *pattern,
     const epmoei_config_size_t *experts = &reader->checkpoint->config.num_experts;
     const epmoei_tensor_t *plain = epmoei_reader_find(reader, pattern, 0, "");
     *tensor = NULL;
-    if (!plain) {
-        const epmoei_tensor_t *blocks = epmoei_reader_find(reader, pattern, 0, "_blocks");
-        if (!blocks) return epmoei_reader_missing(reader, pattern, 0, "");
-        if (!epmoei_reader_find(reader, pattern, 0, "_scales"))
-            return epmoei_reader_missing(reader, pattern, 0, "_scales");
-        refuse(reader, blocks, epmoe_format_string(EPMOE_FORMAT_MXFP4));
-        return EPMOE_OK;
-    }
+    if (!plain) return epmoei_reader_missing(reader, pattern, 0, "");
     bool transposed = family->stacked_transposed;
     int64_t shape[3] = {experts->value, transposed ? cols : rows, transposed ? rows : cols};
-    EPMOEI_CHECK(check_shape(plain, 3, shape, reason));
+    EPMOEI_CHECK(epmoei_reader_check_shape(plain, 3, shape, reason));
     if (!epmoei_dtype_is_float(plain->dtype)) {
-        refuse(reader, plain, plain->dtype_name);
+        epmoei_reader_refuse(reader, plain, plain->dtype_name);
         return EPMOE_OK;
     }
+    epmoei_reader_note(reader, pattern, 0, false);
     *tensor = plain;
     return EPMOE_OK;
 }
@@ -169,12 +148,17 @@ static epmoe_status_t find_stacked_bias(epmoei_reader_t *reader, const char *pat
     *tensor = NULL;
     if (!bias) return epmoei_reader_missing(reader, pattern, 0, "_bias");
     int64_t shape[2] = {reader->checkpoint->config.num_experts.value, cols};
-    EPMOEI_CHECK(check_shape(bias, 2, shape, reason));
+    EPMOEI_CHECK(epmoei_reader_check_shape(bias, 2, shape, reason));
     if (epmoei_dtype_is_float(bias->dtype))
         *tensor = bias;
     else
-        refuse(reader, bias, bias->dtype_name);
+        epmoei_reader_refuse(reader, bias, bias->dtype_name);
     return EPMOE_OK;
+}
+
+static epmoei_view_t quant_view(const epmoei_quant_t *quant)
+{
+    return (epmoei_view_t){.data = quant->data, .rows = quant->rows, .cols = quant->cols};
 }
 
 /* In a stacked gate/up weight of an expert, row n of gate is row n*step of the 2f, row n of up the same past `skip`. */
@@ -188,17 +172,34 @@ epmoe_status_t epmoei_reader_stacked_expert(epmoei_reader_t *reader, int32_t exp
              config->hidden.text);
     int64_t step = family->stacked_interleaved ? 2 : 1, skip = family->stacked_interleaved ? 1 : f;
     const epmoei_tensor_t *gate_up, *down;
-    EPMOEI_CHECK(find_stacked(reader, reader->names->stacked_gate_up, 2 * f, d, reason, &gate_up));
-    EPMOEI_CHECK(find_stacked(reader, reader->names->stacked_down, d, f, reason, &down));
-    if (gate_up) {
+    bool quantised;
+    epmoei_quant_t *gate_quant = &source->gate_quant.quant, *down_quant = &source->down_quant.quant;
+    EPMOEI_CHECK(epmoei_reader_quant_stacked(reader, reader->names->stacked_gate_up, 2 * f, d, reason, expert,
+                                             &quantised, gate_quant));
+    if (quantised) {
+        if (gate_quant->format != EPMOE_FORMAT_NONE) {
+            gate_quant->rows = f, gate_quant->row_step = step;
+            source->up_quant.quant = *gate_quant;
+            source->up_quant.quant.first_row = skip;
+            source->gate = source->up = quant_view(gate_quant);
+        }
+    } else {
+        EPMOEI_CHECK(find_stacked(reader, reader->names->stacked_gate_up, 2 * f, d, reason, &gate_up));
         int64_t row = family->stacked_transposed ? 1 : d, col = family->stacked_transposed ? 2 * f : 1;
         int64_t first = expert * (2 * f * d);
-        source->gate = view_of(gate_up, first, f, d, step * row, col);
-        source->up = view_of(gate_up, first + skip * row, f, d, step * row, col);
+        if (gate_up) {
+            source->gate = view_of(gate_up, first, f, d, step * row, col);
+            source->up = view_of(gate_up, first + skip * row, f, d, step * row, col);
+        }
     }
-    if (down) {
+    EPMOEI_CHECK(
+        epmoei_reader_quant_stacked(reader, reader->names->stacked_down, d, f, reason, expert, &quantised, down_quant));
+    if (quantised) {
+        if (down_quant->format != EPMOE_FORMAT_NONE) source->down = quant_view(down_quant);
+    } else {
+        EPMOEI_CHECK(find_stacked(reader, reader->names->stacked_down, d, f, reason, &down));
         int64_t row = family->stacked_transposed ? 1 : f, col = family->stacked_transposed ? d : 1;
-        source->down = view_of(down, expert * (d * f), d, f, row, col);
+        if (down) source->down = view_of(down, expert * (d * f), d, f, row, col);
     }
     if (!family->expert_has_bias) return EPMOE_OK;
     EPMOEI_CHECK(find_stacked_bias(reader, reader->names->stacked_gate_up, 2 * f, reason, &gate_up));
@@ -214,7 +215,8 @@ epmoe_status_t epmoei_reader_stacked_expert(epmoei_reader_t *reader, int32_t exp
 bool epmoei_reader_has_projection(const epmoei_reader_t *reader, const char *pattern)
 {
     const epmoei_tensor_t *quantised;
-    return epmoei_reader_find(reader, pattern, 0, ".weight") || quantised_format(reader, pattern, 0, &quantised);
+    return epmoei_reader_find(reader, pattern, 0, ".weight") ||
+           epmoei_reader_quantised(reader, pattern, 0, &quantised) != EPMOE_FORMAT_NONE;
 }
 
 bool epmoei_reader_has_stacked(const epmoei_reader_t *reader)

@@ -5,6 +5,7 @@
 #include "kernels/activation.h"
 #include "kernels/experts_few.h"
 #include "kernels/op_check.h"
+#include "kernels/quant_formats.h"
 #include "kernels/sum.h"
 
 #include <string.h>
@@ -68,6 +69,7 @@ static epmoe_grouped_gemm_args_t gemm_args(const epmoe_experts_args_t *args, con
     gemm.expert_offsets = plan->expert_offsets;
     gemm.row_index = plan->sorted_ids;
     gemm.row_weights = args->weights ? args->weights + (int64_t)first * args->top_k : NULL;
+    gemm.fp8_activations = args->fp8_activations;
     gemm.workspace = plan->gemm_workspace;
     gemm.workspace_bytes = plan->gemm_bytes;
     return gemm;
@@ -180,12 +182,12 @@ static epmoe_status_t check_pointers(const epmoe_experts_args_t *args)
         {"x", args->x},
         {"ids", args->ids},
         {"weights", args->weights},
-        {"gate_up.data", args->gate_up.data},
         {"y", args->y},
-        {"down.data", args->down.data},
     };
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
         if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
+    EPMOEI_CHECK(epmoei_weight_check_pointers(&args->gate_up, "gate_up"));
+    EPMOEI_CHECK(epmoei_weight_check_pointers(&args->down, "down"));
     if (args->y == args->x && epmoe_dtype_size(args->y_dtype) != epmoe_dtype_size(args->dtype))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "y aliases x with y_dtype %s and dtype %s: expected equal sizes",

@@ -102,6 +102,43 @@ static const epmoei_tensor_names_t llama4_names = {
     .outside_layers = llama4_outside_layers,
 };
 
+#define ATTENTION_BIAS                                                                                                 \
+    {                                                                                                                  \
+        "attention_bias", 0                                                                                            \
+    }
+
+static const epmoei_attention_rule_t mixtral_attention = {.window = EPMOEI_WINDOW_ALL};
+static const epmoei_attention_rule_t qwen2_attention = {.in_bias = {"qkv_bias", 1}, .window = EPMOEI_WINDOW_SWITCHED};
+static const epmoei_attention_rule_t qwen3_attention = {
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .qk_norm = {NULL, 1},
+    .window = EPMOEI_WINDOW_SWITCHED,
+};
+static const epmoei_attention_rule_t glm4_attention = {
+    .in_bias = ATTENTION_BIAS,
+    .qk_norm = {"use_qk_norm", 0},
+    .rotary_part = 0.5,
+};
+static const epmoei_attention_rule_t gpt_oss_attention = {
+    .in_bias = {"attention_bias", 1},
+    .out_bias = {"attention_bias", 1},
+    .has_sinks = true,
+    .window = EPMOEI_WINDOW_BY_TYPE,
+};
+static const epmoei_attention_rule_t deepseek_v2_attention = {
+    .kind = EPMOE_ATTENTION_MLA,
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .rope_style = EPMOE_ROPE_GPTJ,
+};
+static const epmoei_attention_rule_t deepseek_v3_attention = {
+    .kind = EPMOE_ATTENTION_MLA,
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .gptj_key = "rope_interleave",
+};
+
 #define LAYERS         .layers = "model.layers."
 #define ONE_GROUP      .routed_scale = 1, .n_group = 1, .topk_group = 1
 #define SOFTMAX_ROUTER .scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GREEDY, ONE_GROUP
@@ -115,15 +152,22 @@ static const epmoei_tensor_names_t llama4_names = {
     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .weight_on_input = 1, ONE_GROUP}
 
 static const epmoei_family_t families[] = {
-    {.model_types = {"mixtral"}, LAYERS, .names = &mixtral_names, .rule = {SOFTMAX_ROUTER, .renormalize = 1}},
+    {.model_types = {"mixtral"},
+     LAYERS,
+     .names = &mixtral_names,
+     .rule = {SOFTMAX_ROUTER, .renormalize = 1},
+     .attention = &mixtral_attention},
     {.model_types = {"minimax_m2"},
      LAYERS,
      .names = &minimax_m2_names,
      .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
-    {.model_types = {"qwen2_moe", "qwen3_moe", "olmoe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}},
+    {.model_types = {"qwen2_moe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}, .attention = &qwen2_attention},
+    {.model_types = {"qwen3_moe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}, .attention = &qwen3_attention},
+    {.model_types = {"olmoe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}},
     {.model_types = {"deepseek_v2"},
      DEEPSEEK_COMMON,
-     .rule = {.scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GROUP_LIMITED, ONE_GROUP}},
+     .rule = {.scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GROUP_LIMITED, ONE_GROUP},
+     .attention = &deepseek_v2_attention},
     {.model_types = {"deepseek_v3"},
      DEEPSEEK_COMMON,
      .rule = {.scoring = EPMOE_SCORING_SIGMOID,
@@ -131,10 +175,16 @@ static const epmoei_family_t families[] = {
               .renormalize = 1,
               .routed_scale = 2.5f,
               .n_group = 8,
-              .topk_group = 4}},
-    {.model_types = {"kimi_k2", "glm4_moe"},
+              .topk_group = 4},
+     .attention = &deepseek_v3_attention},
+    {.model_types = {"kimi_k2"},
      DEEPSEEK_COMMON,
-     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP},
+     .attention = &deepseek_v3_attention},
+    {.model_types = {"glm4_moe"},
+     DEEPSEEK_COMMON,
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP},
+     .attention = &glm4_attention},
     {.model_types = {"dots1"},
      DEEPSEEK_COMMON,
      .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, ONE_GROUP}},
@@ -148,7 +198,8 @@ static const epmoei_family_t families[] = {
               ONE_GROUP,
               .activation = EPMOE_ACTIVATION_SWIGLU_OAI,
               .alpha = 1.702f,
-              .limit = 7}},
+              .limit = 7},
+     .attention = &gpt_oss_attention},
     {.model_types = {"llama4_text"}, LAYERS, LLAMA4_COMMON},
     {.model_types = {"llama4"},
      .config_section = "text_config",

@@ -52,6 +52,31 @@ typedef struct epmoei_family_rule_t {
     float limit;
 } epmoei_family_rule_t;
 
+/* A property that config.json decides by `key` (NULL = it never does); `initial` where it is silent. */
+typedef struct epmoei_flag_rule_t {
+    const char *key;
+    int32_t initial;
+} epmoei_flag_rule_t;
+
+/* Which layers see only the last sliding_window tokens. */
+typedef enum epmoei_window_rule_t {
+    EPMOEI_WINDOW_NEVER = 0,
+    EPMOEI_WINDOW_ALL = 1,      /* every layer, when sliding_window is there and not 0 */
+    EPMOEI_WINDOW_SWITCHED = 2, /* those of layer_types, when use_sliding_window is true */
+    EPMOEI_WINDOW_BY_TYPE = 3,  /* those of layer_types, which has to be there */
+} epmoei_window_rule_t;
+
+/* The attention of a decoder layer: what config.json does not say. */
+typedef struct epmoei_attention_rule_t {
+    epmoe_attention_kind_t kind;
+    epmoei_flag_rule_t in_bias, out_bias, qk_norm; /* as in epmoe_decoder_config_t */
+    bool has_sinks;
+    epmoei_window_rule_t window;
+    epmoe_rope_style_t rope_style;
+    const char *gptj_key; /* true by default: pairs are neighbours, otherwise rope_style */
+    double rotary_part; /* of a head where partial_rotary_factor is not there; 0 = all of it, whatever the file says */
+} epmoei_attention_rule_t;
+
 typedef struct epmoei_family_t {
     const char *model_types[EPMOEI_FAMILY_LIST]; /* of config.json */
     const char *config_section;                  /* the object of config.json with the keys; NULL = the file's own */
@@ -66,6 +91,7 @@ typedef struct epmoei_family_t {
     bool stacked_interleaved;
     bool expert_has_bias;
     epmoei_family_rule_t rule;
+    const epmoei_attention_rule_t *attention; /* NULL: MoE blocks only */
 } epmoei_family_t;
 
 /* NULL when there is no row for it. */

@@ -31,6 +31,7 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"shared_gated", config->shared_gated},
         {"dtype", config->dtype},
         {"weight_format", config->weight_format},
+        {"weight_group", config->weight_group},
     };
     return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
 }

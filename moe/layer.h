@@ -3,16 +3,30 @@
 #define EPMOEI_LAYER_H
 
 #include "base/base.h"
+#include "kernels/quant_pack.h"
 #include "moe/checkpoint.h"
 
-/* Where this rank's weights are. Formats are those of the source; NONE for what the layer does not have. */
+/* Where this rank's weights are. Formats are those of the source, packed where it is quantised; NONE for what the layer
+ * does not have. */
 typedef struct epmoei_layer_formats_t {
     epmoe_dtype_t router;
     epmoe_format_t gate_up;
     epmoe_format_t down;
     epmoe_format_t shared_gate_up;
     epmoe_format_t shared_down;
+    /* Of the four, where they are quantised. */
+    epmoei_pack_shape_t gate_up_pack;
+    epmoei_pack_shape_t down_pack;
+    epmoei_pack_shape_t shared_gate_up_pack;
+    epmoei_pack_shape_t shared_down_pack;
 } epmoei_layer_formats_t;
+
+/* What a packed quantised matrix has besides its codes, as epmoe_weight_t lays it out. */
+typedef struct epmoei_pack_arrays_t {
+    void *scales;
+    uint8_t *zeros;
+    int32_t *order;
+} epmoei_pack_arrays_t;
 
 typedef struct epmoei_packed_weights_t {
     epmoei_layer_formats_t formats;
@@ -26,7 +40,29 @@ typedef struct epmoei_packed_weights_t {
     void *shared_gate_up;  /* [2fs,d] */
     void *shared_down;     /* [d,fs] */
     void *shared_gate;     /* [d] or NULL, of the router's dtype */
+    epmoei_pack_arrays_t gate_up_arrays;
+    epmoei_pack_arrays_t down_arrays;
+    epmoei_pack_arrays_t shared_gate_up_arrays;
+    epmoei_pack_arrays_t shared_down_arrays;
 } epmoei_packed_weights_t;
+
+/* One of the four as the ops take it. */
+epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
+                                   const epmoei_pack_arrays_t *arrays);
+
+/* Bytes of a matrix [rows,cols] of one expert, in whatever format. halves: its rows are gate and up. */
+typedef struct epmoei_matrix_sizes_t {
+    int64_t data;
+    int64_t scales;
+    int64_t zeros;
+    int64_t order;
+    int64_t total;
+} epmoei_matrix_sizes_t;
+epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows,
+                                          int64_t cols, bool halves);
+
+/* The formats of a layer whose weights all are in config's weight_format. */
+epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config);
 
 /* What forward needs besides its arguments. */
 typedef struct epmoei_layer_workspace_t {
@@ -60,6 +96,11 @@ struct epmoe_layer {
     epmoei_packed_weights_t weights;
     void *weights_memory;
 };
+
+/* epmoe_layer_forward_args for a rank that has worked before: `local` not OK takes part without tokens, so that its
+ * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. */
+epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
+                                          epmoe_stream_t stream);
 
 /* Checks and fills defaults. */
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);

@@ -79,7 +79,7 @@ static void choose_router_outputs(forward_t *forward)
 
 /* A product over all tokens of this rank: one group. */
 static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n, int32_t k, const void *x,
-                                            epmoe_format_t format, const void *weight, epmoe_dtype_t y_dtype, void *y)
+                                            epmoe_weight_t weight, epmoe_dtype_t y_dtype, void *y)
 {
     const epmoei_layer_workspace_t *workspace = &forward->layer->workspace;
     epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
@@ -92,8 +92,7 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     gemm.x_dtype = forward->layer->config.dtype;
     gemm.x = x;
     gemm.x_sorted = 1;
-    gemm.weight.format = format;
-    gemm.weight.data = weight;
+    gemm.weight = weight;
     gemm.layout = EPMOE_LAYOUT_PACKED;
     gemm.activation = EPMOE_ACTIVATION_NONE;
     gemm.y_dtype = y_dtype;
@@ -101,6 +100,12 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
     gemm.workspace = workspace->gemm_workspace;
     gemm.workspace_bytes = workspace->gemm_bytes;
     return gemm;
+}
+
+/* The router, or the shared expert's gate. */
+static epmoe_weight_t router_weight(const epmoe_layer_t *layer, const void *data)
+{
+    return epmoei_layer_weight(epmoei_format_of_dtype(layer->weights.formats.router), NULL, data, NULL);
 }
 
 static epmoe_topk_args_t topk_args(const forward_t *forward)
@@ -159,9 +164,9 @@ static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *or
     if (args->num_tokens == 0) return EPMOE_OK;
     if (layer->backend == EPMOE_BACKEND_CUDA) return route_cuda(forward, order);
 
-    epmoe_grouped_gemm_args_t gemm = dense_gemm(forward, config->num_experts, config->hidden, args->x,
-                                                epmoei_format_of_dtype(layer->weights.formats.router),
-                                                layer->weights.router, EPMOE_F32, forward->logits);
+    epmoe_grouped_gemm_args_t gemm =
+        dense_gemm(forward, config->num_experts, config->hidden, args->x, router_weight(layer, layer->weights.router),
+                   EPMOE_F32, forward->logits);
     gemm.bias = layer->weights.router_bias;
     gemm.batch_invariant = 1; /* a token's experts must not depend on its batch */
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm, forward->stream));
@@ -182,22 +187,26 @@ static epmoe_status_t run_shared(forward_t *forward)
 
     if (config->shared_gated) {
         epmoe_grouped_gemm_args_t gate =
-            dense_gemm(forward, 1, config->hidden, forward->args.x, epmoei_format_of_dtype(weights->formats.router),
-                       weights->shared_gate, EPMOE_F32, workspace->shared_gate);
+            dense_gemm(forward, 1, config->hidden, forward->args.x, router_weight(layer, weights->shared_gate),
+                       EPMOE_F32, workspace->shared_gate);
         gate.batch_invariant = 1;
         gate.activation = EPMOE_ACTIVATION_SIGMOID;
         EPMOEI_CHECK(epmoe_grouped_gemm(&gate, forward->stream));
     }
     epmoe_grouped_gemm_args_t gemm1 =
         dense_gemm(forward, 2 * config->shared_intermediate, config->hidden, forward->args.x,
-                   weights->formats.shared_gate_up, weights->shared_gate_up, config->dtype, workspace->shared_h);
+                   epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+                                       weights->shared_gate_up, &weights->shared_gate_up_arrays),
+                   config->dtype, workspace->shared_h);
     gemm1.activation = config->activation;
     gemm1.alpha = config->alpha;
     gemm1.limit = config->limit;
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, forward->stream));
     epmoe_grouped_gemm_args_t gemm2 =
         dense_gemm(forward, config->hidden, config->shared_intermediate, workspace->shared_h,
-                   weights->formats.shared_down, weights->shared_down, EPMOE_F32, workspace->shared);
+                   epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+                                       weights->shared_down, &weights->shared_down_arrays),
+                   EPMOE_F32, workspace->shared);
     gemm2.row_weights = config->shared_gated ? workspace->shared_gate : NULL;
     return epmoe_grouped_gemm(&gemm2, forward->stream);
 }
@@ -220,10 +229,10 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
     experts.x = x;
     experts.ids = ids;
     experts.weights = weights;
-    experts.gate_up.format = packed->formats.gate_up;
-    experts.gate_up.data = packed->gate_up;
-    experts.down.format = packed->formats.down;
-    experts.down.data = packed->down;
+    experts.gate_up = epmoei_layer_weight(packed->formats.gate_up, &packed->formats.gate_up_pack, packed->gate_up,
+                                          &packed->gate_up_arrays);
+    experts.down =
+        epmoei_layer_weight(packed->formats.down, &packed->formats.down_pack, packed->down, &packed->down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
     experts.gate_up_bias = packed->gate_up_bias;
     experts.down_bias = packed->down_bias;
@@ -347,11 +356,11 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     return status;
 }
 
-epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args, epmoe_stream_t stream)
+epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
+                                          epmoe_stream_t stream)
 {
-    if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     forward_t forward = {.layer = layer, .stream = stream};
-    epmoe_status_t status = check_args(&forward, args);
+    epmoe_status_t status = local == EPMOE_OK ? check_args(&forward, args) : local;
     if (status != EPMOE_OK) forward.args.num_tokens = 0;
     choose_router_outputs(&forward);
     if (status == EPMOE_OK) status = epmoei_stages_begin(&forward.stages, stream, forward.args.stage_events);
@@ -374,6 +383,12 @@ epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forwar
     EPMOEI_CHECK(copy_out(&forward, forward.args.weights_out, forward.weights, config->top_k));
     if (forward.args.stage_us) memcpy(forward.args.stage_us, forward.stages.us, sizeof forward.stages.us);
     return EPMOE_OK;
+}
+
+epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args, epmoe_stream_t stream)
+{
+    if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
+    return epmoei_layer_forward_after(layer, EPMOE_OK, args, stream);
 }
 
 epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x, void *y, int32_t num_tokens,

@@ -87,13 +87,24 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is %d: expected F32, BF16 or F16",
                            (int)out->dtype);
     if (out->weight_format == EPMOE_FORMAT_NONE) out->weight_format = epmoei_format_of_dtype(out->dtype);
-    if (epmoei_dtype_of_format(out->weight_format) == EPMOE_DTYPE_NONE)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "config.weight_format is %s: this version computes bf16, fp16, fp32",
-                           epmoe_format_string(out->weight_format));
+    if (epmoei_dtype_of_format(out->weight_format) == EPMOE_DTYPE_NONE &&
+        !epmoei_format_is_quantised(out->weight_format))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.weight_format is %d: expected an epmoe_format_t",
+                           (int)out->weight_format);
+    if (out->weight_group == 0) out->weight_group = 128;
+    if (out->weight_group < -1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.weight_group is %d: expected at least 1, 0 or -1",
+                           out->weight_group);
     if (out->max_tokens == 0) out->max_tokens = 4096;
     EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
+}
+
+/* The workspace does not depend on how weights are stored: loaded ones may turn out to be quantised. */
+static epmoe_format_t plain_format(const epmoe_layer_config_t *config)
+{
+    return epmoei_format_is_quantised(config->weight_format) ? epmoei_format_of_dtype(config->dtype)
+                                                             : config->weight_format;
 }
 
 /* The largest workspace of the grouped GEMMs that see all of this rank's tokens: router (on CUDA a kernel of its own),
@@ -122,7 +133,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.x_sorted = 1;
         gemm.x_dtype = config->dtype;
         gemm.y_dtype = EPMOE_F32;
-        gemm.weight.format = config->weight_format;
+        gemm.weight.format = plain_format(config);
         gemm.activation = shapes[i].activation;
         gemm.alpha = config->alpha;
         gemm.limit = config->limit;
@@ -158,8 +169,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
         experts.hidden = config->hidden;
         experts.intermediate = config->intermediate;
         experts.dtype = config->dtype;
-        experts.gate_up.format = config->weight_format;
-        experts.down.format = config->weight_format;
+        experts.gate_up.format = plain_format(config);
+        experts.down.format = plain_format(config);
         experts.activation = config->activation;
         EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
     }
@@ -180,11 +191,71 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     return EPMOE_OK;
 }
 
-static void *carve_weight(epmoei_arena_t *arena, epmoe_format_t format, int64_t elements)
+epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
+                                   const epmoei_pack_arrays_t *arrays)
 {
-    return format == EPMOE_FORMAT_NONE || elements == 0
-               ? NULL
-               : epmoei_carve(arena, elements * epmoe_dtype_size(epmoei_dtype_of_format(format)));
+    epmoe_weight_t weight = EPMOE_WEIGHT_INIT;
+    weight.format = format;
+    weight.data = data;
+    if (!epmoei_format_is_quantised(format)) return weight;
+    weight.group_size = pack->group;
+    weight.scales_dtype = pack->scales_dtype;
+    weight.scales = arrays->scales;
+    weight.zeros = arrays->zeros;
+    weight.g_idx = arrays->order;
+    return weight;
+}
+
+epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows,
+                                          int64_t cols, bool halves)
+{
+    epmoei_matrix_sizes_t sizes = {.data = rows * cols * epmoe_dtype_size(epmoei_dtype_of_format(format))};
+    if (epmoei_format_is_quantised(format)) {
+        epmoei_quant_sizes_t quant = epmoei_quant_sizes(format, rows, cols, pack->group,
+                                                        halves && format == EPMOE_FORMAT_FP8_BLOCK ? rows / 2 : 0);
+        sizes.data = quant.data_bytes;
+        sizes.scales = quant.scales * epmoe_dtype_size(pack->scales_dtype);
+        sizes.zeros = pack->zeros ? quant.zeros_bytes : 0;
+        sizes.order = pack->order ? (halves ? 2 : 1) * cols * 4 : 0;
+    }
+    sizes.total = sizes.data + sizes.scales + sizes.zeros + sizes.order;
+    return sizes;
+}
+
+epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config)
+{
+    epmoe_format_t format = config->weight_format;
+    epmoei_layer_formats_t formats = {.router = epmoei_dtype_of_format(plain_format(config))};
+    epmoei_pack_shape_t pack = {.format = format, .group = config->weight_group};
+    if (epmoei_format_is_quantised(format)) {
+        bool zeros = format == EPMOE_FORMAT_GPTQ || format == EPMOE_FORMAT_AWQ;
+        bool fp8 = format == EPMOE_FORMAT_FP8_BLOCK, mxfp4 = format == EPMOE_FORMAT_MXFP4;
+        format = fp8 || mxfp4 ? format : EPMOE_FORMAT_W4;
+        pack.format = format;
+        pack.zeros = zeros;
+        pack.scales_dtype = fp8 ? EPMOE_F32 : mxfp4 ? EPMOE_F8_E8M0 : EPMOE_F16;
+        if (mxfp4) pack.group = EPMOEI_MXFP4_GROUP;
+        if (pack.group < 0) pack.group = INT32_MAX;
+    }
+    formats.gate_up = formats.down = format;
+    formats.gate_up_pack = formats.down_pack = pack;
+    if (config->shared_intermediate) {
+        formats.shared_gate_up = formats.shared_down = format;
+        formats.shared_gate_up_pack = formats.shared_down_pack = pack;
+    }
+    return formats;
+}
+
+/* Of `experts` experts; *data stays NULL for what is not there. */
+static void carve_weight(epmoei_arena_t *arena, epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t experts,
+                         int64_t rows, int64_t cols, bool halves, void **data, epmoei_pack_arrays_t *arrays)
+{
+    if (format == EPMOE_FORMAT_NONE || experts * rows * cols == 0) return;
+    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(format, pack, rows, cols, halves);
+    *data = epmoei_carve(arena, experts * sizes.data);
+    if (sizes.scales) arrays->scales = epmoei_carve(arena, experts * sizes.scales);
+    if (sizes.zeros) arrays->zeros = epmoei_carve(arena, experts * sizes.zeros);
+    if (sizes.order) arrays->order = epmoei_carve(arena, experts * sizes.order);
 }
 
 static float *carve_bias(epmoei_arena_t *arena, int32_t present, int64_t elements)
@@ -205,13 +276,17 @@ int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *conf
         out->router = epmoei_carve(&arena, num_experts * d * router_size);
         out->router_bias = carve_bias(&arena, config->router_has_bias, num_experts);
         out->selection_bias = carve_bias(&arena, config->has_selection_bias, num_experts);
-        out->gate_up = carve_weight(&arena, formats->gate_up, local_experts * 2 * f * d);
-        out->down = carve_weight(&arena, formats->down, local_experts * d * f);
+        carve_weight(&arena, formats->gate_up, &formats->gate_up_pack, local_experts, 2 * f, d, true, &out->gate_up,
+                     &out->gate_up_arrays);
+        carve_weight(&arena, formats->down, &formats->down_pack, local_experts, d, f, false, &out->down,
+                     &out->down_arrays);
         out->gate_up_bias = carve_bias(&arena, config->expert_has_bias, local_experts * 2 * f);
         out->down_bias = carve_bias(&arena, config->expert_has_bias, local_experts * d);
     }
-    out->shared_gate_up = carve_weight(&arena, formats->shared_gate_up, 2 * fs * d);
-    out->shared_down = carve_weight(&arena, formats->shared_down, d * fs);
+    carve_weight(&arena, formats->shared_gate_up, &formats->shared_gate_up_pack, 1, 2 * fs, d, true,
+                 &out->shared_gate_up, &out->shared_gate_up_arrays);
+    carve_weight(&arena, formats->shared_down, &formats->shared_down_pack, 1, d, fs, false, &out->shared_down,
+                 &out->shared_down_arrays);
     if (config->shared_gated) out->shared_gate = epmoei_carve(&arena, d * router_size);
     return arena.used;
 }
@@ -227,14 +302,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
     EPMOEI_CHECK(epmoei_layer_config_check(config, &checked));
     EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
     EPMOEI_CHECK(epmoe_expert_range(checked.num_experts, size, rank, &result.first_expert, &result.local_experts));
-    bool shared = checked.shared_intermediate > 0;
-    epmoei_layer_formats_t formats = {
-        .router = epmoei_dtype_of_format(checked.weight_format),
-        .gate_up = checked.weight_format,
-        .down = checked.weight_format,
-        .shared_gate_up = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
-        .shared_down = shared ? checked.weight_format : EPMOE_FORMAT_NONE,
-    };
+    epmoei_layer_formats_t formats = epmoei_layer_config_formats(&checked);
     int64_t max_rows = epmoei_layer_max_rows(&checked, (int64_t)checked.max_tokens * size);
     result.weight_bytes = epmoei_layer_weights_layout(NULL, &checked, result.local_experts, &formats, &weights);
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows, &workspace));

@@ -18,32 +18,125 @@ static epmoe_status_t check_view(const epmoei_view_t *view, const char *what, in
     return EPMOE_OK;
 }
 
+/* A column's group must be one of the groups there are. */
+static epmoe_status_t check_indices(const epmoei_quant_source_t *source, const char *what)
+{
+    const epmoei_tensor_t *tensor = source->indices;
+    epmoe_status_t status = epmoei_quant_check_groups(&source->quant, tensor ? tensor->name : what);
+    if (status == EPMOE_OK || !tensor) return status;
+    return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s", tensor->path, epmoe_last_error());
+}
+
+static epmoe_status_t check_matrix(const epmoei_view_t *view, const epmoei_quant_source_t *source, const char *what,
+                                   int64_t rows, int64_t cols)
+{
+    if (source->quant.format == EPMOE_FORMAT_NONE) return check_view(view, what, rows, cols);
+    epmoei_view_t sizes = *view;
+    sizes.dtype = EPMOE_F32; /* what a view says of a quantised matrix is its size */
+    EPMOEI_CHECK(check_view(&sizes, what, rows, cols));
+    char indices[112];
+    snprintf(indices, sizeof indices, "%s g_idx", what);
+    return check_indices(source, indices);
+}
+
 static epmoe_status_t check_expert(const epmoe_layer_config_t *config, const epmoei_expert_source_t *expert, int64_t f,
                                    bool has_bias, const char *name)
 {
     const struct {
         const char *what;
         const epmoei_view_t *view;
+        const epmoei_quant_source_t *quant;
         int64_t rows;
         int64_t cols;
     } views[] = {
-        {"gate", &expert->gate, f, config->hidden}, {"up", &expert->up, f, config->hidden},
-        {"down", &expert->down, config->hidden, f}, {"gate bias", &expert->gate_bias, 1, f},
-        {"up bias", &expert->up_bias, 1, f},        {"down bias", &expert->down_bias, 1, config->hidden},
+        {"gate", &expert->gate, &expert->gate_quant, f, config->hidden},
+        {"up", &expert->up, &expert->up_quant, f, config->hidden},
+        {"down", &expert->down, &expert->down_quant, config->hidden, f},
+        {"gate bias", &expert->gate_bias, NULL, 1, f},
+        {"up bias", &expert->up_bias, NULL, 1, f},
+        {"down bias", &expert->down_bias, NULL, 1, config->hidden},
     };
     for (size_t i = 0; i < (has_bias ? 6 : 3); i++) {
         char what[96];
         snprintf(what, sizeof what, "%s %s", name, views[i].what);
-        EPMOEI_CHECK(check_view(views[i].view, what, views[i].rows, views[i].cols));
+        EPMOEI_CHECK(views[i].quant ? check_matrix(views[i].view, views[i].quant, what, views[i].rows, views[i].cols)
+                                    : check_view(views[i].view, what, views[i].rows, views[i].cols));
     }
     return EPMOE_OK;
 }
 
-/* The common format of what has been seen so far and one more: F32 holds any mixture. */
+/* The common format of what has been seen so far and one more: F32 holds any mixture, exactly. */
 static epmoe_format_t merge_format(epmoe_format_t so_far, epmoe_dtype_t dtype)
 {
     epmoe_format_t format = epmoei_format_of_dtype(dtype);
     return so_far == EPMOE_FORMAT_NONE || so_far == format ? format : EPMOE_FORMAT_F32;
+}
+
+/* What is known of one packed matrix of all experts. */
+typedef struct merged_t {
+    const char *place; /* of the weights, for messages */
+    const char *matrix;
+    epmoe_format_t *format;
+    epmoei_pack_shape_t *pack;
+    bool quantised; /* some source so far is */
+    bool warned;
+} merged_t;
+
+/* fp32 is exact, but takes four to eight times the memory: nobody should have to guess where that went. */
+static void warn_widened(merged_t *merged, const char *name, const char *why)
+{
+    if (!merged->warned)
+        epmoei_log(EPMOE_LOG_WARNING, "%s: quantised weights %s are kept as fp32: %s: %s", merged->place,
+                   merged->matrix, name, why);
+    merged->warned = true;
+}
+
+static void merge_source(merged_t *merged, const epmoei_view_t *view, const epmoei_quant_source_t *source,
+                         const char *name)
+{
+    static const char *const mixture = "plain and quantised projections are mixed";
+    epmoe_format_t so_far = *merged->format, own = source->quant.format;
+    if (own == EPMOE_FORMAT_NONE) {
+        if (merged->quantised) warn_widened(merged, name, mixture);
+        *merged->format = merge_format(so_far, view->dtype);
+        return;
+    }
+    epmoei_pack_shape_t shape = epmoei_pack_shape(&source->quant);
+    const char *why = NULL;
+    if (shape.format == EPMOE_FORMAT_NONE)
+        why = own == EPMOE_FORMAT_FP8_BLOCK ? "its rows cut blocks of fp8_block that have one scale"
+                                            : "the groups of its g_idx are not all of group_size columns";
+    if (so_far != EPMOE_FORMAT_NONE) shape = epmoei_pack_merge(merged->pack, &shape);
+    bool fits = shape.format != EPMOE_FORMAT_NONE && (so_far == EPMOE_FORMAT_NONE || so_far == shape.format);
+    if (!why && !fits) why = merged->quantised ? "its format or group_size is not that of the others" : mixture;
+    if (why) warn_widened(merged, name, why);
+    *merged->format = fits ? shape.format : EPMOE_FORMAT_F32;
+    *merged->pack = shape;
+    merged->quantised = true;
+}
+
+static void merge_expert(merged_t *gate_up, merged_t *down, const epmoei_expert_source_t *expert, const char *name)
+{
+    char what[48];
+    snprintf(what, sizeof what, "%s gate", name);
+    merge_source(gate_up, &expert->gate, &expert->gate_quant, what);
+    snprintf(what, sizeof what, "%s up", name);
+    merge_source(gate_up, &expert->up, &expert->up_quant, what);
+    snprintf(what, sizeof what, "%s down", name);
+    merge_source(down, &expert->down, &expert->down_quant, what);
+}
+
+/* Quantised weights run on the CPU alone. */
+static epmoe_status_t check_cuda_source(const epmoe_layer_t *layer, const epmoei_expert_source_t *expert,
+                                        const char *name)
+{
+    const epmoei_quant_source_t *const sources[] = {&expert->gate_quant, &expert->up_quant, &expert->down_quant};
+    if (layer->backend != EPMOE_BACKEND_CUDA) return EPMOE_OK;
+    for (int i = 0; i < 3; i++)
+        if (sources[i]->quant.format != EPMOE_FORMAT_NONE)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s is %s: on CUDA this version computes bf16 and fp16", name,
+                               epmoe_format_string(sources[i]->quant.format));
+    return EPMOE_OK;
 }
 
 /* Tensor cores multiply two matrices of one type: weights take the activations'. A router that would lose significant
@@ -74,7 +167,10 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
     const epmoe_layer_config_t *config = &layer->config;
     memset(formats, 0, sizeof *formats);
     formats->router = EPMOE_F32;
+    const char *place = source->place;
     if (config->num_experts) {
+        merged_t gate_up = {place, "gate_up", &formats->gate_up, &formats->gate_up_pack, false, false};
+        merged_t down = {place, "down", &formats->down, &formats->down_pack, false, false};
         EPMOEI_CHECK(check_view(&common->router, "router", config->num_experts, config->hidden));
         formats->router = common->router.dtype;
         if (config->router_has_bias)
@@ -87,16 +183,17 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
             snprintf(name, sizeof name, "expert %d", layer->first_expert + e);
             EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
             EPMOEI_CHECK(check_expert(config, &expert, config->intermediate, config->expert_has_bias, name));
-            formats->gate_up = merge_format(formats->gate_up, expert.gate.dtype);
-            formats->gate_up = merge_format(formats->gate_up, expert.up.dtype);
-            formats->down = merge_format(formats->down, expert.down.dtype);
+            EPMOEI_CHECK(check_cuda_source(layer, &expert, name));
+            merge_expert(&gate_up, &down, &expert, name);
         }
     }
     if (config->shared_intermediate) {
         EPMOEI_CHECK(check_expert(config, &common->shared, config->shared_intermediate, false, "shared expert"));
-        formats->shared_gate_up =
-            merge_format(epmoei_format_of_dtype(common->shared.gate.dtype), common->shared.up.dtype);
-        formats->shared_down = epmoei_format_of_dtype(common->shared.down.dtype);
+        merged_t gate_up = {place, "shared_gate_up", &formats->shared_gate_up, &formats->shared_gate_up_pack, false,
+                            false};
+        merged_t down = {place, "shared_down", &formats->shared_down, &formats->shared_down_pack, false, false};
+        EPMOEI_CHECK(check_cuda_source(layer, &common->shared, "shared expert"));
+        merge_expert(&gate_up, &down, &common->shared, "shared expert");
     }
     if (config->shared_gated) {
         EPMOEI_CHECK(check_view(&common->shared_gate, "shared expert gate", 1, config->hidden));
@@ -156,13 +253,92 @@ static epmoei_view_t as_column(epmoei_view_t bias)
     return (epmoei_view_t){bias.data, bias.dtype, bias.cols, 1, bias.col_stride, 1};
 }
 
-static epmoe_status_t put_expert(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, void *gate_up,
-                                 epmoe_format_t gate_up_format, void *down, epmoe_format_t down_format,
-                                 const epmoei_expert_source_t *expert)
+/* One expert's matrix in the packed memory. */
+typedef struct matrix_t {
+    epmoe_format_t format;
+    const epmoei_pack_shape_t *pack;
+    epmoei_matrix_sizes_t sizes;
+    int64_t rows;
+    int64_t cols;
+    bool halves; /* gate and up */
+    char *data;
+    epmoei_pack_arrays_t arrays;
+} matrix_t;
+
+static matrix_t matrix_of(epmoe_format_t format, const epmoei_pack_shape_t *pack, void *data,
+                          const epmoei_pack_arrays_t *arrays, int64_t rows, int64_t cols, bool halves, int64_t e)
 {
-    EPMOEI_CHECK(
-        put_gate_up(layer, writer, gate_up, epmoei_dtype_of_format(gate_up_format), &expert->gate, &expert->up));
-    return epmoei_writer_put(writer, &expert->down, down, epmoei_dtype_of_format(down_format), 0, 1);
+    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(format, pack, rows, cols, halves);
+    matrix_t matrix = {format, pack, sizes, rows, cols, halves, NULL, {0}};
+    if (data) matrix.data = (char *)data + e * sizes.data;
+    if (arrays->scales) matrix.arrays.scales = (char *)arrays->scales + e * sizes.scales;
+    if (arrays->zeros) matrix.arrays.zeros = arrays->zeros + e * sizes.zeros;
+    if (arrays->order) matrix.arrays.order = arrays->order + e * (sizes.order / 4);
+    return matrix;
+}
+
+/* A quantised source that does not fit the packed layout of the others, as fp32. */
+static void widen(const epmoei_quant_t *quant, float *dst, int64_t first_row, int64_t row_step)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < quant->rows; r++) {
+        float *row = dst + (first_row + r * row_step) * quant->cols;
+        if (quant->format != EPMOE_FORMAT_W4 || !quant->g_idx)
+            epmoei_quant_row(quant, r, 0, quant->cols, row);
+        else
+            for (int64_t c = 0; c < quant->cols; c++) row[epmoei_quant_index(quant, c)] = epmoei_quant_at(quant, r, c);
+    }
+}
+
+/* Rows of a source, which are the matrix's own or, with halves, its gate (half 0) or up rows (half 1). */
+static epmoe_status_t put_rows(const epmoe_layer_t *layer, epmoei_weight_writer_t *writer, const matrix_t *matrix,
+                               const epmoei_view_t *view, const epmoei_quant_source_t *source, int half)
+{
+    const epmoei_quant_t *quant = &source->quant;
+    int64_t first_row = 0, row_step = 1;
+    if (matrix->halves) epmoei_packed_rows(layer, view->rows, half == 1, &first_row, &row_step);
+    if (!matrix->data || !view->data) return EPMOE_OK;
+    if (quant->format == EPMOE_FORMAT_NONE)
+        return epmoei_writer_put(writer, view, matrix->data, epmoei_dtype_of_format(matrix->format), first_row,
+                                 row_step);
+    if (!epmoei_format_is_quantised(matrix->format)) {
+        widen(quant, (float *)(void *)matrix->data, first_row, row_step);
+        return EPMOE_OK;
+    }
+    epmoei_pack_target_t target = {
+        .shape = *matrix->pack,
+        .data = matrix->data,
+        .scales = matrix->arrays.scales,
+        .zeros = matrix->arrays.zeros,
+        .order = matrix->arrays.order ? matrix->arrays.order + half * matrix->cols : NULL,
+        .first_row = first_row,
+        .row_step = row_step,
+        .first_block = half * epmoei_ceil_div(view->rows, matrix->pack->group),
+    };
+    epmoei_quant_pack(quant, &target);
+    return EPMOE_OK;
+}
+
+static epmoe_status_t put_expert(const epmoe_layer_t *layer, epmoei_weight_writer_t *writer, const matrix_t *gate_up,
+                                 const matrix_t *down, const epmoei_expert_source_t *expert)
+{
+    EPMOEI_CHECK(put_rows(layer, writer, gate_up, &expert->gate, &expert->gate_quant, 0));
+    EPMOEI_CHECK(put_rows(layer, writer, gate_up, &expert->up, &expert->up_quant, 1));
+    return put_rows(layer, writer, down, &expert->down, &expert->down_quant, 0);
+}
+
+static matrix_t gate_up_of(const epmoe_layer_t *layer, int64_t e)
+{
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    return matrix_of(weights->formats.gate_up, &weights->formats.gate_up_pack, weights->gate_up,
+                     &weights->gate_up_arrays, 2 * (int64_t)layer->config.intermediate, layer->config.hidden, true, e);
+}
+
+static matrix_t down_of(const epmoe_layer_t *layer, int64_t e)
+{
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    return matrix_of(weights->formats.down, &weights->formats.down_pack, weights->down, &weights->down_arrays,
+                     layer->config.hidden, layer->config.intermediate, false, e);
 }
 
 static epmoe_status_t put_common(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
@@ -174,19 +350,21 @@ static epmoe_status_t put_common(epmoe_layer_t *layer, epmoei_weight_writer_t *w
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->router_bias, weights->router_bias, EPMOE_F32, 0, 1));
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->selection_bias, weights->selection_bias, EPMOE_F32, 0, 1));
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->shared_gate, weights->shared_gate, formats->router, 0, 1));
-    return put_expert(layer, writer, weights->shared_gate_up, formats->shared_gate_up, weights->shared_down,
-                      formats->shared_down, &common->shared);
+    int64_t d = layer->config.hidden, fs = layer->config.shared_intermediate;
+    matrix_t gate_up = matrix_of(formats->shared_gate_up, &formats->shared_gate_up_pack, weights->shared_gate_up,
+                                 &weights->shared_gate_up_arrays, 2 * fs, d, true, 0);
+    matrix_t down = matrix_of(formats->shared_down, &formats->shared_down_pack, weights->shared_down,
+                              &weights->shared_down_arrays, d, fs, false, 0);
+    return put_expert(layer, writer, &gate_up, &down, &common->shared);
 }
 
 static epmoe_status_t put_routed(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, int32_t e,
                                  const epmoei_expert_source_t *expert)
 {
     const epmoei_packed_weights_t *weights = &layer->weights;
-    const epmoei_layer_formats_t *formats = &weights->formats;
     int64_t d = layer->config.hidden, f = layer->config.intermediate;
-    EPMOEI_CHECK(put_expert(layer, writer, epmoei_weight_element(weights->gate_up, formats->gate_up, e * 2 * f * d),
-                            formats->gate_up, epmoei_weight_element(weights->down, formats->down, e * d * f),
-                            formats->down, expert));
+    matrix_t gate_up = gate_up_of(layer, e), down = down_of(layer, e);
+    EPMOEI_CHECK(put_expert(layer, writer, &gate_up, &down, expert));
     if (!weights->gate_up_bias) return EPMOE_OK;
     epmoei_view_t gate = as_column(expert->gate_bias), up = as_column(expert->up_bias);
     EPMOEI_CHECK(put_gate_up(layer, writer, weights->gate_up_bias + e * 2 * f, EPMOE_F32, &gate, &up));
@@ -194,14 +372,11 @@ static epmoe_status_t put_routed(epmoe_layer_t *layer, epmoei_weight_writer_t *w
 }
 
 static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
-                              const epmoei_weights_source_t *source, const epmoei_layer_source_t *common,
-                              const epmoei_layer_formats_t *formats)
+                              const epmoei_weights_source_t *source, const epmoei_layer_source_t *common)
 {
     EPMOEI_CHECK(put_common(layer, writer, common));
     if (source->step) EPMOEI_CHECK(source->step(source->ctx));
-    int64_t matrix = (int64_t)layer->config.hidden * layer->config.intermediate;
-    int64_t expert_bytes = matrix * (2 * epmoe_dtype_size(epmoei_dtype_of_format(formats->gate_up)) +
-                                     epmoe_dtype_size(epmoei_dtype_of_format(formats->down)));
+    int64_t expert_bytes = gate_up_of(layer, 0).sizes.total + down_of(layer, 0).sizes.total;
     for (int32_t e = 0; e < layer->local_experts; e++) {
         epmoei_expert_source_t expert;
         EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
@@ -230,7 +405,7 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
 
     epmoei_weight_writer_t writer;
     EPMOEI_CHECK(epmoei_writer_open(&writer, layer->backend));
-    epmoe_status_t status = put_all(layer, &writer, source, &common, &formats);
+    epmoe_status_t status = put_all(layer, &writer, source, &common);
     /* Nothing may be under way when the staging buffer and the sources go. */
     epmoe_status_t last = epmoei_writer_wait(&writer);
     epmoei_writer_close(&writer);

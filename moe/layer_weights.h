@@ -12,6 +12,7 @@ typedef struct epmoei_weights_source_t {
     epmoe_status_t (*step)(void *ctx); /* after the common weights and after each expert; an error ends it; or NULL */
     void *ctx;
     const epmoe_load_options_t *options; /* or NULL */
+    const char *place;                   /* which weights these are, for warnings */
 } epmoei_weights_source_t;
 
 /* Checks every view against the layer's config, then copies. borrow_matrices: the expert matrices are checked but
@@ -21,7 +22,7 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
 /* Replaces the layer's weights by uninitialised memory for these formats. */
 epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_layer_formats_t *formats);
 void epmoei_layer_drop_weights(epmoe_layer_t *layer);
-/* Address of an element of a packed matrix; NULL stays NULL. */
+/* Address of an element of a plain packed matrix; NULL stays NULL. */
 char *epmoei_weight_element(void *base, epmoe_format_t format, int64_t index);
 
 /* Where gate or up row 0 of an expert lies in its packed [2f,d], and the rows to the next: on the CPU all gate rows

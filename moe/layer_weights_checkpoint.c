@@ -1,6 +1,9 @@
 #include "moe/layer_weights.h"
 
 #include "comm/comm.h"
+#include "moe/checkpoint_internal.h"
+
+#include <stdio.h>
 
 /* A rank that loads meets the others after this part of timeout_s and the step in progress, so that those who wait for
  * it at the end know it alive: what is left of timeout_s bounds one step, not the whole load. */
@@ -95,7 +98,9 @@ static epmoe_status_t load_local(epmoe_layer_t *layer, loading_t *loading, const
     EPMOEI_CHECK(epmoe_checkpoint_layer_config(loading->checkpoint, loading->layer_index, &raw));
     EPMOEI_CHECK(epmoei_layer_config_check(&raw, &file));
     EPMOEI_CHECK(check_config(&layer->config, &file));
-    const epmoei_weights_source_t source = {loading_layer, loading_expert, loading_step, loading, &own};
+    char place[512];
+    snprintf(place, sizeof place, "%.400s: layer %d", loading->checkpoint->dir, loading->layer_index);
+    const epmoei_weights_source_t source = {loading_layer, loading_expert, loading_step, loading, &own, place};
     return epmoei_layer_build_weights(layer, &source, false);
 }
 

@@ -3,7 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
-#include "kernels/random_weights.h"
+#include "kernels/random_quant.h"
 
 typedef struct random_job_t {
     void *dst;
@@ -44,23 +44,85 @@ static random_job_t gate_up_job(const epmoe_layer_t *layer, void *dst, epmoe_dty
     return job;
 }
 
+/* Rows of one expert in a quantised matrix: half 0 gate or all rows, half 1 up rows. */
+typedef struct quant_job_t {
+    epmoei_random_tensor_t tensor;
+    const epmoei_pack_shape_t *pack;
+    void *data;
+    const epmoei_pack_arrays_t *arrays;
+    int64_t rows; /* of the tensor */
+    int64_t cols;
+    bool halves;
+    int half;
+} quant_job_t;
+
+static void fill_quantised(uint64_t seed, const quant_job_t *job, int64_t e, int32_t expert)
+{
+    const epmoei_pack_shape_t *pack = job->pack;
+    int64_t rows = job->halves ? 2 * job->rows : job->rows;
+    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(pack->format, pack, rows, job->cols, job->halves);
+    const epmoei_random_quant_t random = {pack->format, pack->group, seed, job->tensor, expert, job->cols};
+    epmoei_pack_target_t target = {
+        .shape = *pack,
+        .data = (char *)job->data + e * sizes.data,
+        .scales = (char *)job->arrays->scales + e * sizes.scales,
+        .zeros = job->arrays->zeros ? job->arrays->zeros + e * sizes.zeros : NULL,
+        .first_row = job->half * job->rows,
+        .row_step = 1,
+        .first_block = job->half * epmoei_ceil_div(job->rows, pack->group),
+    };
+    epmoei_random_quant_fill(&random, job->rows, &target);
+}
+
+static void fill_quantised_shared(const epmoe_layer_t *layer, uint64_t seed)
+{
+    const epmoei_packed_weights_t *w = &layer->weights;
+    const epmoei_pack_shape_t *gate_up = &w->formats.shared_gate_up_pack, *down = &w->formats.shared_down_pack;
+    int64_t d = layer->config.hidden, fs = layer->config.shared_intermediate;
+    const quant_job_t jobs[] = {
+        {EPMOEI_RANDOM_SHARED_GATE_PROJ, gate_up, w->shared_gate_up, &w->shared_gate_up_arrays, fs, d, true, 0},
+        {EPMOEI_RANDOM_SHARED_UP, gate_up, w->shared_gate_up, &w->shared_gate_up_arrays, fs, d, true, 1},
+        {EPMOEI_RANDOM_SHARED_DOWN, down, w->shared_down, &w->shared_down_arrays, d, fs, false, 0},
+    };
+    for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
+        if (jobs[i].data) fill_quantised(seed, &jobs[i], 0, 0);
+}
+
+static void fill_quantised_expert(const epmoe_layer_t *layer, uint64_t seed, int64_t e)
+{
+    const epmoei_packed_weights_t *w = &layer->weights;
+    const epmoei_pack_shape_t *gate_up = &w->formats.gate_up_pack, *down = &w->formats.down_pack;
+    int64_t d = layer->config.hidden, f = layer->config.intermediate;
+    const quant_job_t jobs[] = {
+        {EPMOEI_RANDOM_GATE, gate_up, w->gate_up, &w->gate_up_arrays, f, d, true, 0},
+        {EPMOEI_RANDOM_UP, gate_up, w->gate_up, &w->gate_up_arrays, f, d, true, 1},
+        {EPMOEI_RANDOM_DOWN, down, w->down, &w->down_arrays, d, f, false, 0},
+    };
+    for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
+        fill_quantised(seed, &jobs[i], e, layer->first_expert + (int32_t)e);
+}
+
 static epmoe_status_t fill_common(const epmoe_layer_t *layer, uint64_t seed, epmoe_stream_t stream)
 {
     const epmoe_layer_config_t *config = &layer->config;
     const epmoei_packed_weights_t *w = &layer->weights;
-    epmoe_dtype_t dtype = epmoei_dtype_of_format(config->weight_format);
+    bool quantised = epmoei_format_is_quantised(config->weight_format);
+    /* Router and shared gate are plain whatever the experts are. */
+    epmoe_dtype_t dtype = w->formats.router;
+    void *shared_gate_up = quantised ? NULL : w->shared_gate_up, *shared_down = quantised ? NULL : w->shared_down;
     int64_t d = config->hidden, fs = config->shared_intermediate, n = config->num_experts;
     const random_job_t jobs[] = {
         {w->router, dtype, EPMOEI_RANDOM_ROUTER, n, d, 0, 1},
         {w->router_bias, EPMOE_F32, EPMOEI_RANDOM_ROUTER_BIAS, 1, n, 0, 1},
         {w->selection_bias, EPMOE_F32, EPMOEI_RANDOM_SELECTION_BIAS, 1, n, 0, 1},
-        gate_up_job(layer, w->shared_gate_up, dtype, EPMOEI_RANDOM_SHARED_GATE_PROJ, fs, d, false),
-        gate_up_job(layer, w->shared_gate_up, dtype, EPMOEI_RANDOM_SHARED_UP, fs, d, true),
-        {w->shared_down, dtype, EPMOEI_RANDOM_SHARED_DOWN, d, fs, 0, 1},
+        gate_up_job(layer, shared_gate_up, dtype, EPMOEI_RANDOM_SHARED_GATE_PROJ, fs, d, false),
+        gate_up_job(layer, shared_gate_up, dtype, EPMOEI_RANDOM_SHARED_UP, fs, d, true),
+        {shared_down, dtype, EPMOEI_RANDOM_SHARED_DOWN, d, fs, 0, 1},
         {w->shared_gate, dtype, EPMOEI_RANDOM_SHARED_GATE, 1, d, 0, 1},
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
         EPMOEI_CHECK(fill_random(layer, &jobs[i], seed, 0, stream));
+    if (quantised) fill_quantised_shared(layer, seed);
     return EPMOE_OK;
 }
 
@@ -71,12 +133,15 @@ static epmoe_status_t fill_expert(const epmoe_layer_t *layer, uint64_t seed, int
     epmoe_format_t format = config->weight_format;
     epmoe_dtype_t dtype = epmoei_dtype_of_format(format);
     int64_t d = config->hidden, f = config->intermediate;
-    void *gate_up = epmoei_weight_element(w->gate_up, format, e * 2 * f * d);
+    bool quantised = epmoei_format_is_quantised(format);
+    void *gate_up = quantised ? NULL : epmoei_weight_element(w->gate_up, format, e * 2 * f * d);
+    void *down = quantised ? NULL : epmoei_weight_element(w->down, format, e * d * f);
+    if (quantised) fill_quantised_expert(layer, seed, e);
     float *gate_up_bias = w->gate_up_bias ? w->gate_up_bias + e * 2 * f : NULL;
     const random_job_t jobs[] = {
         gate_up_job(layer, gate_up, dtype, EPMOEI_RANDOM_GATE, f, d, false),
         gate_up_job(layer, gate_up, dtype, EPMOEI_RANDOM_UP, f, d, true),
-        {epmoei_weight_element(w->down, format, e * d * f), dtype, EPMOEI_RANDOM_DOWN, d, f, 0, 1},
+        {down, dtype, EPMOEI_RANDOM_DOWN, d, f, 0, 1},
         gate_up_job(layer, gate_up_bias, EPMOE_F32, EPMOEI_RANDOM_GATE_BIAS, f, 1, false),
         gate_up_job(layer, gate_up_bias, EPMOE_F32, EPMOEI_RANDOM_UP_BIAS, f, 1, true),
         {w->down_bias ? w->down_bias + e * d : NULL, EPMOE_F32, EPMOEI_RANDOM_DOWN_BIAS, 1, d, 0, 1},
@@ -97,10 +162,16 @@ epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t see
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
-    epmoe_format_t format = layer->config.weight_format;
-    epmoe_format_t shared_format = layer->config.shared_intermediate ? format : EPMOE_FORMAT_NONE;
-    epmoei_layer_formats_t formats = {epmoei_dtype_of_format(format), format, format, shared_format, shared_format};
     epmoe_stream_t stream = NULL;
+    const epmoe_layer_config_t *config = &layer->config;
+    if (config->weight_format == EPMOE_FORMAT_MXFP4 &&
+        (config->hidden % EPMOEI_MXFP4_GROUP || config->intermediate % EPMOEI_MXFP4_GROUP ||
+         config->shared_intermediate % EPMOEI_MXFP4_GROUP))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "config.weight_format is mxfp4 with hidden %d, intermediate %d, shared_intermediate %d: "
+                           "expected multiples of %d",
+                           config->hidden, config->intermediate, config->shared_intermediate, EPMOEI_MXFP4_GROUP);
+    epmoei_layer_formats_t formats = epmoei_layer_config_formats(&layer->config);
     EPMOEI_CHECK(epmoei_layer_make_weights(layer, &formats));
     if (layer->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_stream_create(&stream));
     epmoe_status_t status = fill_all(layer, seed, stream);

@@ -1,14 +1,12 @@
-/* config.json: the part of it that concerns the MoE blocks, in both generations of its keys, checked. */
+/* config.json in both generations of its keys, checked: here what concerns the MoE blocks, in moe/attention_config.h
+ * what the rest of a decoder layer needs. */
 #ifndef EPMOEI_MODEL_CONFIG_H
 #define EPMOEI_MODEL_CONFIG_H
 
+#include "moe/attention_config.h"
+#include "moe/config_keys.h"
 #include "moe/families.h"
-
-/* A size that tensors must agree with, and how to say where it is from: "hidden_size is 64". value < 0 = not there. */
-typedef struct epmoei_config_size_t {
-    int64_t value;
-    char text[128];
-} epmoei_config_size_t;
+#include "moe/quant_config.h"
 
 typedef struct epmoei_model_config_t {
     const epmoei_family_t *family;
@@ -20,11 +18,13 @@ typedef struct epmoei_model_config_t {
     epmoei_config_size_t intermediate;
     epmoei_config_size_t dense_intermediate;
     epmoei_config_size_t shared_intermediate;
-    char quant_method[32];      /* "" without quantization_config */
+    epmoei_quant_config_t quant;
     epmoe_layer_config_t layer; /* of MoE layers: all that config.json decides; the tensors decide the rest */
+    epmoei_attention_config_t attention;
 } epmoei_model_config_t;
 
 /* IO, FORMAT (naming file and key), NOT_SUPPORTED (unknown family, router rule or activation). */
 epmoe_status_t epmoei_model_config_read(const char *path, epmoei_model_config_t *config);
+void epmoei_model_config_free(epmoei_model_config_t *config); /* a zeroed one is legal */
 
 #endif

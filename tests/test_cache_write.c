@@ -43,6 +43,39 @@ static void run(const epmoe_cache_write_args_t *args, int64_t key_bytes, int64_t
     }
 }
 
+/* Without values the keys arrive as with them; one of value and value_cache alone is a mistake. */
+Test(cache_write, keys_alone)
+{
+    enum { D = 8, S = 4, CACHE = 2 * S * D * 4 };
+    for (int layout = EPMOE_CACHE_LAYOUT_V1; layout <= EPMOE_CACHE_LAYOUT_HND; layout++) {
+        const int64_t slots[] = {6, -1, 1};
+        float rows[3 * D], *with = testing_buffer(CACHE, 0), *values = testing_buffer(CACHE, 0);
+        for (int i = 0; i < 3 * D; i++) rows[i] = (float)(i + 1);
+        epmoe_cache_write_args_t args = make(3, 1, D, 2, S, (epmoe_cache_layout_t)layout, EPMOE_F32);
+        args.key = args.value = rows;
+        args.slots = slots;
+        args.key_cache = with, args.value_cache = values;
+        cr_assert_eq(epmoe_cache_write(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+        epmoe_status_t (*const kernels[])(const epmoe_cache_write_args_t *, epmoe_stream_t) = {epmoei_cache_write_ref,
+                                                                                               epmoei_cache_write_cpu};
+        for (int i = 0; i < 2; i++) {
+            float *keys = testing_buffer(CACHE, 0);
+            epmoe_cache_write_args_t own;
+            args.key_cache = keys;
+            args.value = args.value_cache = NULL;
+            cr_assert_eq(epmoei_cache_write_check(&args, &own), EPMOE_OK, "%s", epmoe_last_error());
+            cr_assert_eq(epmoei_cache_write_floor(&own).bytes, 3 * (D * (4 + 4) + 8));
+            cr_assert_eq(kernels[i](&own, NULL), EPMOE_OK, "%s", epmoe_last_error());
+            cr_assert_eq(memcmp(keys, with, CACHE), 0, "layout %d, kernel %d", layout, i);
+            args.value = rows;
+            cr_assert_eq(epmoe_cache_write(&args, NULL), EPMOE_ERROR_INVALID_ARGUMENT);
+            testing_buffer_free(keys);
+        }
+        testing_buffer_free(with);
+        testing_buffer_free(values);
+    }
+}
+
 /* Two blocks of four slots, one head of 8; slot -1 and rows behind the slots are NaN and must not arrive. */
 Test(cache_write, padding_slots_and_rows_are_ignored)
 {

@@ -430,8 +430,8 @@ Test(experts, bad_arguments_name_themselves_and_write_nothing)
     REFUSED(args.y = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "y is NULL");
     REFUSED(args.gate_up.data = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "gate_up.data is NULL");
     REFUSED(args.down.data = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "down.data is NULL");
-    REFUSED(args.gate_up.format = EPMOE_FORMAT_GPTQ, EPMOE_ERROR_NOT_SUPPORTED, "gate_up");
-    REFUSED(args.down.format = EPMOE_FORMAT_MXFP4, EPMOE_ERROR_NOT_SUPPORTED, "down");
+    REFUSED(args.gate_up.format = EPMOE_FORMAT_GPTQ, EPMOE_ERROR_INVALID_ARGUMENT, "gate_up.scales is NULL");
+    REFUSED(args.down.format = EPMOE_FORMAT_FP8_BLOCK, EPMOE_ERROR_INVALID_ARGUMENT, "down.scales is NULL");
     REFUSED(args.down.format = (epmoe_format_t)99, EPMOE_ERROR_INVALID_ARGUMENT, "99");
     REFUSED(args.layout = (epmoe_layout_t)3, EPMOE_ERROR_INVALID_ARGUMENT, "layout is 3");
     REFUSED(args.activation = EPMOE_ACTIVATION_NONE, EPMOE_ERROR_INVALID_ARGUMENT, "activation is 4");

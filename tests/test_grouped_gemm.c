@@ -78,13 +78,14 @@ static problem_t make(const case_t *c, testing_rng_t *rng)
             p.row_index[at] = (int32_t)p.slots + i * 1000;
             rows++;
         }
-    for (int32_t e = 1; e < c->num_experts; e++) p.offsets[e] = testing_range(rng, 0, rows);
+    const int32_t end = rows - (rows > 4 ? 1 : 0); /* the last row belongs to nobody */
+    for (int32_t e = 1; e < c->num_experts; e++) p.offsets[e] = testing_range(rng, 0, end);
     for (int32_t e = 1; e < c->num_experts; e++)
         for (int32_t i = e; i > 1 && p.offsets[i] < p.offsets[i - 1]; i--) {
             int32_t t = p.offsets[i];
             p.offsets[i] = p.offsets[i - 1], p.offsets[i - 1] = t;
         }
-    p.offsets[c->num_experts] = rows - (rows > 4 ? 1 : 0); /* the last row belongs to nobody */
+    p.offsets[c->num_experts] = end;
 
     p.args = (epmoe_grouped_gemm_args_t)EPMOE_GROUPED_GEMM_ARGS_INIT;
     p.args.backend = EPMOE_BACKEND_CPU;
@@ -419,7 +420,9 @@ Test(grouped_gemm, bad_arguments_name_themselves_and_write_nothing)
     REFUSED(args.expert_offsets = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets is NULL");
     REFUSED(args.workspace = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "workspace");
     REFUSED(args.workspace_bytes = 64, EPMOE_ERROR_INVALID_ARGUMENT, "workspace_bytes 64");
-    REFUSED(args.weight.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_NOT_SUPPORTED, "awq");
+    REFUSED(args.weight.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_INVALID_ARGUMENT, "weight.scales is NULL");
+    REFUSED(args.fp8_activations = 2, EPMOE_ERROR_INVALID_ARGUMENT, "fp8_activations is 2");
+    REFUSED(args.fp8_activations = 1, EPMOE_ERROR_INVALID_ARGUMENT, "weight.format fp32: expected fp8_block");
     REFUSED(args.weight.format = (epmoe_format_t)77, EPMOE_ERROR_INVALID_ARGUMENT, "77");
     REFUSED(args.activation = (epmoe_activation_t)9, EPMOE_ERROR_INVALID_ARGUMENT, "9");
     REFUSED(args.x_dtype = EPMOE_I32, EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype");

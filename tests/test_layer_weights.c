@@ -186,8 +186,8 @@ Test(layer_weights, bad_weights_leave_the_old_ones)
     REFUSED(w.router_dtype = EPMOE_I32, EPMOE_ERROR_INVALID_ARGUMENT, "router_dtype is 7");
     REFUSED(w.layout = (epmoe_layout_t)3, EPMOE_ERROR_INVALID_ARGUMENT, "layout is 3");
     REFUSED(w.gate_up.format = EPMOE_FORMAT_NONE, EPMOE_ERROR_INVALID_ARGUMENT, "gate_up.format is 0");
-    REFUSED(w.down.format = EPMOE_FORMAT_FP8_BLOCK, EPMOE_ERROR_NOT_SUPPORTED, "weights.down.format");
-    REFUSED(w.shared_gate_up.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_NOT_SUPPORTED, "shared_gate_up.format");
+    REFUSED(w.down.format = EPMOE_FORMAT_FP8_BLOCK, EPMOE_ERROR_INVALID_ARGUMENT, "weights.down.scales is NULL");
+    REFUSED(w.shared_gate_up.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_INVALID_ARGUMENT, "shared_gate_up.scales");
     REFUSED(w.shared_down.format = (epmoe_format_t)50, EPMOE_ERROR_INVALID_ARGUMENT, "shared_down.format is 50");
     REFUSED(w.struct_size = 3, EPMOE_ERROR_INVALID_ARGUMENT, "struct_size is 3");
 #undef REFUSED

@@ -134,7 +134,7 @@ Test(model_config, both_generations_of_keys)
         cr_assert(config.num_layers == 3 && config.num_nextn_layers == 1 && config.hidden.value == 64);
         cr_assert(config.num_experts.value == 16 && config.layer.top_k == 4 && config.intermediate.value == 32);
         cr_assert(config.dense_intermediate.value == 96 && config.shared_intermediate.value == 64);
-        cr_assert_str_eq(config.quant_method, "");
+        cr_assert_str_eq(config.quant.method, "");
     }
     epmoei_model_config_t config;
     cr_assert_eq(read_text("{\"model_type\":\"mixtral\",\"hidden_size\":64,\"num_hidden_layers\":3,"
@@ -143,9 +143,10 @@ Test(model_config, both_generations_of_keys)
                            &config),
                  EPMOE_OK);
     cr_assert(config.intermediate.value == 96 && config.dense_intermediate.value < 0);
-    cr_assert_str_eq(config.quant_method, "awq");
+    cr_assert_str_eq(config.quant.method, "awq");
     cr_assert_str_eq(config.intermediate.text, "intermediate_size is 96");
     cr_assert_str_eq(config.num_experts.text, "num_local_experts is 8");
+    cr_assert(config.quant.group == 128 && config.quant.zero_convention == 1 && !config.quant.refusal[0]);
 }
 
 Test(model_config, activations)

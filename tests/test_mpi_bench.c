@@ -299,9 +299,9 @@ Test(bench, refusals)
         {"--inject-sleep 1:5", 2, "there are 1 ranks"},
         {"--nosuch", 2, "--nosuch"},
         {"more", 2, "'more'"},
-        {"--dtype fp8", 3, "--dtype fp8"},
-        {"--dtype w4", 3, "--dtype w4"},
-        {"--dtype mxfp4", 3, "--dtype mxfp4"},
+        {"--dtype fp8 --op topk", 3, "--dtype fp8"},
+        {"--dtype w4 --checkpoint x", 2, "--dtype w4: a checkpoint's weights"},
+        {"--dtype mxfp4 --decoder", 3, "--decoder"},
         {"--decoder", 3, "--decoder"},
         {"--backend cpu --graph 1", 3, "--graph 1"},
         {"--backend cpu --transport nccl", 3, "--transport nccl"},
@@ -313,6 +313,23 @@ Test(bench, refusals)
         cr_assert(strstr(process.errors, cases[i].message), "%s: '%s'", cases[i].options, process.errors);
         if (cases[i].exit_code == 3) cr_assert_eq(strncmp(process.errors, "not supported:", 14), 0);
         cr_assert_str_empty(process.output, "%s printed: %s", cases[i].options, process.output);
+        testing_process_free(&process);
+    }
+}
+
+/* Random experts in each quantised format, against the reference. */
+Test(bench, quantised_random_weights)
+{
+    static const char *const dtypes[] = {"fp8", "w4", "mxfp4"};
+    for (int i = 0; i < 6; i++) {
+        testing_process_t process = run_bench(
+            i % 2 ? 2 : 0, "--backend cpu --model olmoe-1b-7b --tokens 3 --iters 1 --warmup 0 --format json --dtype %s",
+            dtypes[i / 2]);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", dtypes[i / 2], process.exit_code, process.errors);
+        char expected[32];
+        snprintf(expected, sizeof expected, "\"dtype\":\"%s\"", dtypes[i / 2]);
+        cr_assert(strstr(process.output, expected), "%s", process.output);
+        cr_assert(strstr(process.output, "\"wrong\":0"), "%s", process.output);
         testing_process_free(&process);
     }
 }
@@ -334,7 +351,7 @@ Test(bench, refusals_under_mpirun)
         int exit_code;
         const char *message;
     } cases[] = {
-        {"--dtype w4", 3, "--dtype w4"},
+        {"--decoder", 3, "--decoder"},
         {"--checkpoint /nowhere", 2, "/nowhere"},
         {"--tokens-per-rank 1,2", 2, "expected 3, one for each rank"},
         {"--op topk", 2, "--op runs on one rank"},
@@ -394,8 +411,9 @@ Test(bench, without_a_check_nothing_is_called_right)
 
 Test(bench, single_ops)
 {
-    static const char *const ops[] = {"topk", "align",    "permute", "unpermute",    "grouped_gemm", "silu_and_mul",
-                                      "sum",  "rms_norm", "rope",    "qk_norm_rope", "cache_write"};
+    static const char *const ops[] = {"topk",         "align",     "permute",  "unpermute", "grouped_gemm",
+                                      "silu_and_mul", "sum",       "rms_norm", "rope",      "qk_norm_rope",
+                                      "cache_write",  "attention", "prefill",  "sample",    "spec_verify"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
         testing_process_t process =
             run_bench(0, "--op %s --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1 --format json", ops[i]);

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* What the tests take and give back all at once: copies of tensors, and parsed lines. */
 static char pool[1 << 20];
@@ -139,18 +141,26 @@ Test(tool_check, whole_file)
     write_changed(&file);
     testing_process_t process = check("deepseek_v3", "");
     cr_assert_eq(process.exit_code, 0, "%s", process.errors);
-    cr_assert_eq(lines(process.output), 3); /* a dense layer, a router and a MoE block: nothing else is claimed */
+    /* A dense MLP, a router and a MoE block; two decoder layers, the second also chained; the logits, twice. */
+    cr_assert_eq(lines(process.output), 8);
     expect_item(&process, "layers.0.moe", true, true);
     expect_item(&process, "layers.1.router", true, true);
     expect_item(&process, "layers.1.moe", true, true);
     cr_assert(json_real_value(field(&process, "layers.1.moe", "rel_err")) < 2e-6);
     cr_assert(json_real_value(field(&process, "layers.1.moe", "max_abs")) > 0);
-    cr_assert(strstr(process.errors, "logits") && strstr(process.errors, "decoder layers"));
+    static const char *const whole[] = {"layers.0", "layers.1", "layers.1.chained", "logits", "logits.chained"};
+    for (size_t i = 0; i < sizeof whole / sizeof whole[0]; i++) {
+        expect_item(&process, whole[i], true, true);
+        cr_assert(json_real_value(field(&process, whole[i], "rel_err")) < 3e-6);
+        cr_assert(json_real_value(field(&process, whole[i], "max_abs")) > 0);
+    }
+    cr_assert_str_empty(process.errors);
     testing_process_free(&process);
 
     process = check("deepseek_v3", "--layer 0 --dtype bf16");
     cr_assert_eq(process.exit_code, 0, "%s", process.errors);
-    cr_assert_eq(lines(process.output), 1);
+    cr_assert_eq(lines(process.output), 2); /* no logits: they are not of this layer */
+    expect_item(&process, "layers.0", true, true);
     expect_item(&process, "layers.0.moe", true, true);
     double rounded = json_real_value(field(&process, "layers.0.moe", "rel_err"));
     cr_assert(rounded > 1e-4 && rounded < 1e-2, "rel_err %g", rounded); /* bf16 was really used */
@@ -158,7 +168,7 @@ Test(tool_check, whole_file)
 
     process = testing_tool("check '" GOLDEN "deepseek_v3' --tol 2e-6"); /* the folder's own golden file, a table */
     cr_assert_eq(process.exit_code, 0, "%s", process.errors);
-    cr_assert_eq(lines(process.output), 4);
+    cr_assert_eq(lines(process.output), 9);
     cr_assert(strstr(process.output, "layers.1.router"));
     testing_process_free(&process);
 }
@@ -193,6 +203,111 @@ Test(tool_check, partial_files)
     write_changed(&file);
     process = check("mixtral", "--layer 5");
     expect_failure(&process, 2, "layer 5");
+}
+
+Test(tool_check, decoder_layers)
+{
+    /* Layers and logits alone: what the blocks in them chose is not recorded. */
+    file_t file = read_golden("gpt_oss");
+    static const char *const kept_names[] = {"layers.0.in", "layers.0.out0", "layers.1.in", "layers.1.out0", "logits"};
+    for (int32_t i = 0; i < 5; i++) file.tensors[i] = *tensor(&file, kept_names[i]);
+    file.count = 5;
+    write_changed(&file);
+    testing_process_t process = check("gpt_oss", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 5);
+    testing_process_free(&process);
+
+    /* A wrong layer is named; the others, and what is chained up to it, are judged for themselves. */
+    floats(&file, "layers.1.out0")[100] += 1;
+    write_changed(&file);
+    process = check("gpt_oss", "");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.0", true, true);
+    expect_item(&process, "layers.1", true, false);
+    expect_item(&process, "layers.1.chained", true, false);
+    expect_item(&process, "logits", true, false);
+    expect_item(&process, "logits.chained", true, true);
+    testing_process_free(&process);
+    floats(&file, "layers.1.out0")[100] -= 1;
+    floats(&file, "logits")[7] = NAN;
+    write_changed(&file);
+    process = check("gpt_oss", "--tol 1e30");
+    cr_assert_eq(process.exit_code, 1);
+    expect_item(&process, "layers.1", true, true);
+    expect_item(&process, "logits", true, false);
+    testing_process_free(&process);
+
+    /* 16 bits: nothing is chained. */
+    floats(&file, "logits")[7] = 0;
+    file.count = 4;
+    write_changed(&file);
+    process = check("gpt_oss", "--dtype bf16");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert_eq(lines(process.output), 2);
+    testing_process_free(&process);
+
+    /* The last layer's output is missing: the logits have no input. */
+    file = read_golden("mixtral");
+    tensor(&file, "layers.1.out0")->name = "layers.1.other";
+    write_changed(&file);
+    process = check("mixtral", "");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    cr_assert(strstr(process.errors, "logits"), "%s", process.errors);
+    cr_assert_null(field(&process, "logits", "ok"));
+    testing_process_free(&process);
+
+    /* Another expert than the recorded one is an error of the layer too. */
+    file = read_golden("mixtral");
+    int64_t *chosen = ids(&file, "layers.0.router.out2"), first = chosen[0], second = chosen[1];
+    for (chosen[0] = 0; chosen[0] == first || chosen[0] == second;) chosen[0]++;
+    write_changed(&file);
+    process = check("mixtral", "--tol 1e30");
+    expect_item(&process, "layers.0", false, false);
+    expect_item(&process, "layers.1", true, true);
+    testing_process_free(&process);
+    tensor(&file, "layers.0.in")->shape[1] = 23;
+    write_changed(&file);
+    process = check("mixtral", "--layer 0");
+    cr_assert_eq(process.exit_code, 2, "%s", process.errors);
+    cr_assert(strstr(process.errors, "'layers.0.out0' has shape [1,24,64]: expected [23,64]"), "%s", process.errors);
+    testing_process_free(&process);
+}
+
+/* The folder's own checkpoint: the golden one, its head stored as integers. */
+static void write_integer_head(const char *family)
+{
+    static const char field_name[] = "\"lm_head.weight\":{\"dtype\":\"BF16\"";
+    char path[512];
+    struct stat info;
+    snprintf(path, sizeof path, GOLDEN "%s/config.json", family);
+    cr_assert_eq(symlink(path, testing_path("config.json")), 0);
+    snprintf(path, sizeof path, GOLDEN "%s/model.safetensors", family);
+    cr_assert_eq(stat(path, &info), 0);
+    char *bytes = malloc((size_t)info.st_size);
+    FILE *in = fopen(path, "rb"), *out = fopen(testing_path("model.safetensors"), "wb");
+    cr_assert_eq(fread(bytes, 1, (size_t)info.st_size, in), (size_t)info.st_size);
+    char *at = memmem(bytes, (size_t)info.st_size, field_name, sizeof field_name - 1);
+    cr_assert_not_null(at);
+    memcpy(at + sizeof field_name - 1 - strlen("\"BF16\""), "\"I16\" ", strlen("\"BF16\""));
+    cr_assert_eq(fwrite(bytes, 1, (size_t)info.st_size, out), (size_t)info.st_size);
+    fclose(in);
+    cr_assert_eq(fclose(out), 0);
+    free(bytes);
+}
+
+Test(tool_check, head_that_is_not_computed)
+{
+    file_t file = read_golden("mixtral");
+    write_changed(&file);
+    write_integer_head("mixtral");
+    testing_process_t process = testing_tool("check . --golden changed.safetensors --format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    expect_item(&process, "layers.1", true, true);
+    cr_assert_null(field(&process, "logits", "ok"));
+    cr_assert(strstr(process.errors, "logits (") && strstr(process.errors, "lm_head.weight is I16"), "%s",
+              process.errors);
+    testing_process_free(&process);
 }
 
 Test(tool_check, changed_output)
@@ -394,6 +509,10 @@ Test(tool_check, info)
     cr_assert_eq(json_real_value(json_object_get(router, "scale")), 2.5);
     cr_assert_eq(json_integer_value(json_array_get(json_object_get(info, "moe_layers"), 0)), 1);
     cr_assert_eq(json_integer_value(json_array_get(json_object_get(info, "dense_layers"), 0)), 0);
+    json_t *attention = json_object_get(info, "attention");
+    cr_assert_str_eq(json_string_value(json_object_get(attention, "kind")), "mla");
+    cr_assert_eq(json_integer_value(json_object_get(attention, "head_dim")), 24);
+    cr_assert_eq(json_integer_value(json_object_get(attention, "kv_bytes_per_token")), 2 * (16 + 8) * 2);
     json_t *ranks = json_object_get(info, "ranks");
     cr_assert_eq(json_array_size(ranks), 3);
     json_int_t first[] = {0, 6, 11}, count[] = {6, 5, 5};
@@ -410,6 +529,10 @@ Test(tool_check, info)
     cr_assert_eq(process.exit_code, 0, "%s", process.errors);
     cr_assert(strstr(process.output, "gpt_oss") && strstr(process.output, "topk_softmax") &&
               strstr(process.output, "swiglu_oai") && strstr(process.output, "0-7"));
+    /* Two layers, two kv heads of 16, keys and values of two bytes. */
+    cr_assert(strstr(process.output, "gqa, 4 heads, 2 kv heads of 16, sinks, window 8 in 1 of 2 layers") &&
+                  strstr(process.output, "scaling yarn") && strstr(process.output, "256 B per token"),
+              "%s", process.output);
     testing_process_free(&process);
     process = testing_tool("info none");
     expect_failure(&process, 2, "none");

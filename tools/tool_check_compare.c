@@ -159,3 +159,21 @@ void check_moe(const epmoe_layer_config_t *config, const golden_values_t *golden
     result->max_abs = distance.max_abs;
     result->ok = result->rel_err <= tolerance && ids_equal && result->near_tie < golden->num_tokens;
 }
+
+epmoe_status_t check_gather_worst(const check_t *check, check_result_t *result)
+{
+    int32_t size = check->program->size;
+    check_result_t own = *result, *all = calloc((size_t)size, sizeof *all);
+    epmoe_status_t status = epmoe_comm_agree(
+        check->program->comm, all ? EPMOE_OK : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the results"));
+    if (status == EPMOE_OK) status = epmoe_comm_all_gather(check->program->comm, &own, all, sizeof own);
+    for (int32_t r = 0; status == EPMOE_OK && r < size; r++) {
+        result->rel_err = worse(all[r].rel_err, result->rel_err);
+        result->max_abs = worse(all[r].max_abs, result->max_abs);
+        result->ids_equal &= all[r].ids_equal;
+        result->near_tie = all[r].near_tie > result->near_tie ? all[r].near_tie : result->near_tie;
+        result->ok &= all[r].ok;
+    }
+    free(all);
+    return status;
+}

@@ -35,9 +35,11 @@ static void note_tensor(golden_layer_t *entry, const char *part, const epmoei_te
     if (!strcmp(part, "router.out0")) entry->logits = tensor;
     if (!strcmp(part, "router.out1")) entry->weights = tensor;
     if (!strcmp(part, "router.out2")) entry->ids = tensor;
+    if (!strcmp(part, "in")) entry->layer_in = tensor;
+    if (!strcmp(part, "out0")) entry->layer_out = tensor;
 }
 
-static void note_unchecked(golden_t *golden, const char *what)
+void golden_note_unchecked(golden_t *golden, const char *what)
 {
     if (strstr(golden->unchecked, what)) return;
     size_t used = strlen(golden->unchecked);
@@ -63,24 +65,30 @@ epmoe_status_t golden_open(const char *path, int32_t only, golden_t *golden)
             int32_t layer;
             const char *part = layer_part(tensor->name, &layer);
             if (!part) {
-                if (!strcmp(tensor->name, "logits")) note_unchecked(golden, "logits");
+                if (!strcmp(tensor->name, "logits") && only < 0) golden->logits = tensor;
                 continue;
             }
             if (only >= 0 && layer != only) continue;
-            if (!strcmp(part, "out0")) note_unchecked(golden, "decoder layers");
             if (!strcmp(part, "router.in") == (pass == 1)) note_tensor(layer_entry(golden, layer), part, tensor);
         }
     int32_t kept = 0;
     for (int32_t i = 0; i < golden->num_layers; i++) {
-        const golden_layer_t *entry = &golden->layers[i];
-        if (entry->in && (entry->out || entry->logits || entry->ids)) /* weights are compared by id */
-            golden->layers[kept++] = *entry;
-        else if (entry->in || entry->out || entry->logits || entry->weights || entry->ids)
-            note_unchecked(golden, "layers with an input or an output alone");
+        golden_layer_t *entry = &golden->layers[i];
+        bool moe = entry->in && (entry->out || entry->logits || entry->ids); /* weights are compared by id */
+        bool whole = entry->layer_in && entry->layer_out;
+        if (entry->layer_out && entry->layer >= golden->last_layer) {
+            golden->last_out = entry->layer_out;
+            golden->last_layer = entry->layer;
+        }
+        if (!moe && (entry->in || entry->out || entry->logits || entry->weights || entry->ids)) {
+            golden_note_unchecked(golden, "layers with an input or an output alone");
+            entry->in = NULL;
+        }
+        if (moe || whole) golden->layers[kept++] = *entry;
     }
     golden->num_layers = kept;
     qsort(golden->layers, (size_t)kept, sizeof *golden->layers, by_layer);
-    if (kept) return EPMOE_OK;
+    if (kept || (golden->logits && golden->last_out)) return EPMOE_OK;
     if (only >= 0)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "%s holds nothing to check of layer %d: expected layers.%d.moe.in and layers.%d.moe.out0",
@@ -110,7 +118,7 @@ static epmoe_status_t check_matrix(const epmoei_tensor_t *tensor, int64_t rows, 
                        got, expected, (long long)cols);
 }
 
-static epmoe_status_t read_floats(const epmoei_tensor_t *tensor, int64_t rows, int64_t cols, float **values)
+epmoe_status_t golden_read_rows(const epmoei_tensor_t *tensor, int64_t rows, int64_t cols, float **values)
 {
     if (!tensor) return EPMOE_OK;
     EPMOEI_CHECK(check_matrix(tensor, rows, cols));
@@ -163,11 +171,11 @@ epmoe_status_t golden_read(const golden_layer_t *layer, const epmoe_layer_config
                            (long long)rows, INT32_MAX);
     values->num_tokens = (int32_t)rows;
     epmoe_status_t status;
-    EPMOEI_CHECK_GOTO(read_floats(layer->in, rows, config->hidden, &values->in), fail);
-    EPMOEI_CHECK_GOTO(read_floats(layer->out, rows, config->hidden, &values->out), fail);
+    EPMOEI_CHECK_GOTO(golden_read_rows(layer->in, rows, config->hidden, &values->in), fail);
+    EPMOEI_CHECK_GOTO(golden_read_rows(layer->out, rows, config->hidden, &values->out), fail);
     if (config->num_experts) {
-        EPMOEI_CHECK_GOTO(read_floats(layer->logits, rows, config->num_experts, &values->logits), fail);
-        EPMOEI_CHECK_GOTO(read_floats(layer->weights, rows, config->top_k, &values->weights), fail);
+        EPMOEI_CHECK_GOTO(golden_read_rows(layer->logits, rows, config->num_experts, &values->logits), fail);
+        EPMOEI_CHECK_GOTO(golden_read_rows(layer->weights, rows, config->top_k, &values->weights), fail);
         EPMOEI_CHECK_GOTO(read_ids(layer->ids, rows, config->top_k, config->num_experts, &values->ids), fail);
     }
     return EPMOE_OK;

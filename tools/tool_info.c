@@ -1,8 +1,8 @@
+#include "tools/tool_info.h"
 #include "tools/tool_util.h"
 
 #include "base/dtype.h"
 
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,6 +38,8 @@ typedef struct info_t {
     epmoe_layer_config_t *configs;   /* [num_layers] */
     const epmoe_layer_config_t *moe; /* the first MoE layer's, NULL without any */
     rank_bytes_t *bytes;             /* [ranks] */
+
+    info_attention_t attention;
 } info_t;
 
 static int take(void *ctx, const char *option, const char *value)
@@ -87,7 +89,7 @@ static epmoe_status_t gather_info(info_t *info)
         if (info->configs[i].num_experts && !info->moe) info->moe = &info->configs[i];
     }
     for (int32_t r = 0; r < info->ranks; r++) EPMOEI_CHECK(count_rank(info, r, &info->bytes[r]));
-    return EPMOE_OK;
+    return info_attention_gather(info->checkpoint, &info->attention);
 }
 
 /* --------------------------------------------------------------------------------------------------------- output */
@@ -179,6 +181,7 @@ static void print_table(const info_t *info)
             printf("shared       intermediate %d%s\n", moe->shared_intermediate, moe->shared_gated ? ", gated" : "");
         printf("format       %s\n", format_name(moe));
     }
+    info_attention_print(&info->attention);
     printf("files        %d, ", info->about.num_shards);
     print_size("", info->about.total_bytes);
     printf("\n\n%5s %14s %16s %16s %16s %16s\n", "rank", "experts", "weights", "workspace", "communication", "total B");
@@ -231,6 +234,7 @@ static void print_json(const info_t *info)
                                                "weight_bytes", (json_int_t)bytes->weights, "workspace_bytes",
                                                (json_int_t)bytes->workspace, "comm_bytes", (json_int_t)bytes->comm));
     }
+    json_object_set_new(object, "attention", info_attention_json(&info->attention));
     json_object_set_new(object, "max_tokens", json_integer(info->max_tokens));
     json_object_set_new(object, "ranks", ranks);
     char *text = json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));

@@ -7,12 +7,13 @@
 
 /* How a tensor of the file is handed to the op, always copied to aligned memory of the backend. */
 typedef enum op_kind_t {
-    OP_FLOAT,  /* F32, BF16 or F16, as it is */
-    OP_AS_F32, /* F32, BF16 or F16, converted to F32 */
-    OP_F32,    /* F32 only */
-    OP_INDEX,  /* I32, or I64 within the range of I32; as I32 */
-    OP_WIDE,   /* I32 or I64, as it is */
-    OP_CACHE,  /* F32, BF16, F16 or F8_E4M3, as it is */
+    OP_FLOAT,   /* F32, BF16 or F16, as it is */
+    OP_AS_F32,  /* F32, BF16 or F16, converted to F32 */
+    OP_F32,     /* F32 only */
+    OP_INDEX,   /* I32, or I64 within the range of I32; as I32 */
+    OP_WIDE,    /* I32 or I64, as it is */
+    OP_NUMBERS, /* F32, BF16, F16 or F8_E4M3, as it is */
+    OP_STORED,  /* any dtype and shape, as it is: the op checks both */
 } op_kind_t;
 
 /* A shape is a list of dimensions: a letter stands for a size that is the same wherever it occurs, "2f" for twice that,
@@ -30,8 +31,10 @@ typedef struct op_tensor_t {
 typedef enum op_key_kind_t {
     OP_COUNT,    /* whole number >= 1 */
     OP_GROUP,    /* whole number >= 1, or -1 */
+    OP_LIMIT,    /* whole number >= -1 */
     OP_REAL,     /* finite and not 0: 0 means "default" to the library */
     OP_POSITIVE, /* finite and above 0 */
+    OP_NATURAL,  /* finite and 0 or above */
     OP_CHOICE,   /* one of `choices`; its value is the index */
 } op_key_kind_t;
 
@@ -73,6 +76,55 @@ bool op_has(const op_context_t *context, const char *key);
 int32_t op_number(const op_context_t *context, const char *key);
 float op_real(const op_context_t *context, const char *key);
 epmoe_backend_t op_backend(const op_context_t *context);
+
+/* The tensors of a quantised projection, for an op's list: P is the prefix of their names. */
+#define OP_QUANTISED(P)                                                                                                \
+    {.name = P "weight_scale_inv", .shape = "..", .kind = OP_STORED, .optional = true},                                \
+        {.name = P "weight_scale", .shape = "..", .kind = OP_STORED, .optional = true},                                \
+        {.name = P "scale", .shape = "..", .kind = OP_STORED, .optional = true},                                       \
+        {.name = P "qweight", .shape = "..", .kind = OP_STORED, .optional = true},                                     \
+        {.name = P "qzeros", .shape = "..", .kind = OP_STORED, .optional = true},                                      \
+        {.name = P "scales", .shape = "..", .kind = OP_STORED, .optional = true},                                      \
+        {.name = P "g_idx", .shape = "..", .kind = OP_STORED, .optional = true},                                       \
+        {.name = P "weight_packed", .shape = "..", .kind = OP_STORED, .optional = true},                               \
+        {.name = P "weight_shape", .shape = "..", .kind = OP_STORED, .optional = true},                                \
+        {.name = P "weight_zero_point", .shape = "..", .kind = OP_STORED, .optional = true},                           \
+        {.name = P "weight_g_idx", .shape = "..", .kind = OP_STORED, .optional = true},                                \
+    {                                                                                                                  \
+        .name = P "blocks", .shape = "..", .kind = OP_STORED, .optional = true                                         \
+    }
+
+/* The keys format, group, zero_convention and act, where they are in an op's list. */
+#define OP_FORMATS "bf16,fp16,fp32,fp8_block,gptq,awq,ct,mxfp4"
+#define OP_FORMAT_KEYS                                                                                                 \
+    {.name = "format", .kind = OP_CHOICE, .choices = OP_FORMATS},                                                      \
+        {.name = "group", .kind = OP_GROUP, .initial = "128"},                                                         \
+    {                                                                                                                  \
+        .name = "zero_convention", .kind = OP_CHOICE, .choices = "v1,v2", .initial = "v1"                              \
+    }
+/* NONE: as the tensor is stored. */
+epmoe_format_t op_format(const op_context_t *context);
+
+/* A projection [rows,cols], with `stacked` of `experts` experts in a leading dimension. Sizes that are -1 are what the
+ * tensors say, and known afterwards. */
+typedef struct op_projection_t {
+    const char *plain;  /* name of the tensor that holds its weight or codes, */
+    const char *prefix; /* and in front of its other tensors */
+    bool stacked;
+    int64_t experts;
+    int64_t rows;
+    int64_t cols;
+    epmoe_layout_t layout; /* out: PACKED where the blocks of FP8 begin anew at the up rows, otherwise GATE_FIRST */
+} op_projection_t;
+/* Takes it in the format that the keys ask for, or as it is stored. INVALID_ARGUMENT names the tensor that is missing,
+ * belongs to another format or has a wrong dtype or shape. */
+epmoe_status_t op_take_projection(const op_context_t *context, op_projection_t *projection, epmoe_weight_t *weight);
+
+/* The ops of tool_op_quant_ops.c. */
+epmoe_status_t op_run_quantize_fp8(op_context_t *context);
+epmoe_status_t op_run_dequant(op_context_t *context);
+extern const op_tensor_t op_quantize_fp8_tensors[], op_dequant_tensors[];
+extern const op_key_t op_quantize_fp8_keys[], op_dequant_keys[];
 
 /* A tensor of the output file in the backend's memory, poisoned: floats are NaN, so that what the op leaves out cannot
  * pass for a result. NULL when there is no memory. */

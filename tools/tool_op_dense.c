@@ -179,8 +179,8 @@ epmoe_status_t op_qk_norm_rope_run(op_context_t *context)
 const op_tensor_t op_cache_write_tensors[] = {
     {.name = "key", .shape = "T,K,D", .kind = OP_FLOAT},
     {.name = "value", .shape = "T,K,D", .kind = OP_FLOAT},
-    {.name = "key_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true},
-    {.name = "value_cache", .shape = "as layout says", .kind = OP_CACHE, .any_shape = true},
+    {.name = "key_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true},
+    {.name = "value_cache", .shape = "as layout says", .kind = OP_NUMBERS, .any_shape = true},
     {.name = "slots", .shape = "N", .kind = OP_WIDE},
     {.name = "k_scale", .shape = "1", .kind = OP_F32, .optional = true},
     {.name = "v_scale", .shape = "1", .kind = OP_F32, .optional = true},
@@ -192,9 +192,8 @@ const op_key_t op_cache_write_keys[] = {
     {0},
 };
 
-/* The sizes of a cache tensor are those of `shape`, in which a negative one is learnt. */
-static epmoe_status_t match_cache(const char *name, const op_value_t *tensor, int32_t num_dims, int64_t *const *shape,
-                                  const char *expected)
+epmoe_status_t op_match_cache(const char *name, const op_value_t *tensor, int32_t num_dims, int64_t *const *shape,
+                              const char *expected)
 {
     bool ok = tensor->num_dims == num_dims;
     for (int32_t i = 0; i < num_dims && ok; i++) {
@@ -215,21 +214,21 @@ static epmoe_status_t take_cache_shape(const op_context_t *context, epmoe_cache_
     const op_value_t *key = op_tensor(context, "key_cache"), *value = op_tensor(context, "value_cache");
     int64_t heads = args->num_kv_heads, d = args->head_dim, blocks = -1, size = -1, packs = -1, pack = -1;
     if (args->layout == EPMOE_CACHE_LAYOUT_V1) {
-        EPMOEI_CHECK(match_cache("key_cache", key, 5, (int64_t *const[]){&blocks, &heads, &packs, &size, &pack},
-                                 "[B,Hk,D/x,bs,x]"));
+        EPMOEI_CHECK(op_match_cache("key_cache", key, 5, (int64_t *const[]){&blocks, &heads, &packs, &size, &pack},
+                                    "[B,Hk,D/x,bs,x]"));
         if (packs * pack != d)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                                "tensor 'key_cache' has %lld packs of %lld: expected the head's %lld columns",
                                (long long)packs, (long long)pack, (long long)d);
         EPMOEI_CHECK(
-            match_cache("value_cache", value, 4, (int64_t *const[]){&blocks, &heads, &d, &size}, "[B,Hk,D,bs]"));
+            op_match_cache("value_cache", value, 4, (int64_t *const[]){&blocks, &heads, &d, &size}, "[B,Hk,D,bs]"));
         args->key_pack = (int32_t)pack;
     } else {
         bool nhd = args->layout == EPMOE_CACHE_LAYOUT_NHD;
         int64_t *const shape[] = {&blocks, nhd ? &size : &heads, nhd ? &heads : &size, &d};
         const char *expected = nhd ? "[B,bs,Hk,D]" : "[B,Hk,bs,D]";
-        EPMOEI_CHECK(match_cache("key_cache", key, 4, shape, expected));
-        EPMOEI_CHECK(match_cache("value_cache", value, 4, shape, expected));
+        EPMOEI_CHECK(op_match_cache("key_cache", key, 4, shape, expected));
+        EPMOEI_CHECK(op_match_cache("value_cache", value, 4, shape, expected));
     }
     args->num_blocks = (int32_t)blocks;
     args->block_size = (int32_t)size;

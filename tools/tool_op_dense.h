@@ -11,4 +11,16 @@ epmoe_status_t op_rope_run(op_context_t *context);
 epmoe_status_t op_qk_norm_rope_run(op_context_t *context);
 epmoe_status_t op_cache_write_run(op_context_t *context);
 
+/* The sizes of a cache tensor are those of `shape`, in which a negative one is learnt; INVALID_ARGUMENT says what was
+ * `expected`. */
+epmoe_status_t op_match_cache(const char *name, const op_value_t *tensor, int32_t num_dims, int64_t *const *shape,
+                              const char *expected);
+
+/* tool_op_attention.c */
+extern const op_tensor_t op_attention_tensors[], op_sample_tensors[], op_spec_verify_tensors[];
+extern const op_key_t op_attention_keys[], op_sample_keys[], op_spec_verify_keys[];
+epmoe_status_t op_attention_run(op_context_t *context);
+epmoe_status_t op_sample_run(op_context_t *context);
+epmoe_status_t op_spec_verify_run(op_context_t *context);
+
 #endif

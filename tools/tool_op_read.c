@@ -3,6 +3,7 @@
 #include "base/dtype.h"
 #include "tools/tool_util.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +42,17 @@ static epmoe_status_t parse_value(const op_key_t *key, const char *text, double 
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a whole number from 1, or -1",
                                key->name, text);
         *value = (double)number;
+        return EPMOE_OK;
+    case OP_LIMIT:
+        if (!tool_number(text, -1, INT32_MAX, &number))
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a whole number from -1 to %d",
+                               key->name, text, INT32_MAX);
+        *value = (double)number;
+        return EPMOE_OK;
+    case OP_NATURAL:
+        if (!tool_real(text, value) || !(*value >= 0 && *value <= (double)FLT_MAX))
+            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is '%s': expected a finite number from 0 on",
+                               key->name, text);
         return EPMOE_OK;
     case OP_REAL:
     case OP_POSITIVE:
@@ -184,9 +196,13 @@ static epmoe_status_t check_dtype(op_kind_t kind, const epmoei_tensor_t *tensor)
         ok = tensor->dtype == EPMOE_I32 || tensor->dtype == EPMOE_I64;
         expected = "I32 or I64";
         break;
-    case OP_CACHE:
+    case OP_NUMBERS:
         ok = epmoei_dtype_is_float(tensor->dtype) || tensor->dtype == EPMOE_F8_E4M3;
         expected = "F32, BF16, F16 or F8_E4M3";
+        break;
+    case OP_STORED:
+        ok = tensor->dtype != EPMOE_DTYPE_NONE;
+        expected = "F32, BF16, F16, F8_E4M3, F8_E8M0, U8, I32 or I64";
         break;
     }
     if (ok) return EPMOE_OK;
@@ -227,7 +243,7 @@ static epmoe_status_t copy_tensor(op_value_t *value, op_kind_t kind, const epmoe
 epmoe_status_t op_read_tensors(op_context_t *context, const epmoei_safetensors_t *file)
 {
     const op_t *op = context->op;
-    char known[512];
+    char known[1024];
     list_tensors(op, known, sizeof known);
     const epmoei_tensor_t *found[OP_MAX_TENSORS] = {0};
     for (int64_t i = 0; i < epmoei_safetensors_count(file); i++) {
@@ -248,7 +264,8 @@ epmoe_status_t op_read_tensors(op_context_t *context, const epmoei_safetensors_t
                                op->tensors[i].name, op->name, known);
         }
         EPMOEI_CHECK(check_dtype(op->tensors[i].kind, found[i]));
-        if (!op->tensors[i].any_shape) EPMOEI_CHECK(match_shape(context, op->tensors[i].shape, found[i]));
+        if (!op->tensors[i].any_shape && op->tensors[i].kind != OP_STORED)
+            EPMOEI_CHECK(match_shape(context, op->tensors[i].shape, found[i]));
         EPMOEI_CHECK(copy_tensor(&context->tensors[i], op->tensors[i].kind, found[i]));
         EPMOEI_CHECK(op_place(context, &context->tensors[i], found[i]->num_elements, found[i]->name));
     }

@@ -6,7 +6,7 @@
 #include "tools/safetensors_write.h"
 #include "tools/tool_op.h"
 
-#define OP_MAX_TENSORS 16
+#define OP_MAX_TENSORS 48
 #define OP_MAX_KEYS    16
 #define OP_MAX_SCRATCH 4
 

@@ -11,25 +11,10 @@
 #define ACTIVATIONS  "silu,gelu,gelu_tanh,swiglu_oai"            /* = epmoe_activation_t */
 #define BOOLEAN      "0,1"
 
-#define FORMATS "bf16,fp16,fp32,fp8_block,gptq,awq,ct,mxfp4"
-static const epmoe_format_t formats[] = {EPMOE_FORMAT_BF16,      EPMOE_FORMAT_F16,  EPMOE_FORMAT_F32,
-                                         EPMOE_FORMAT_FP8_BLOCK, EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ,
-                                         EPMOE_FORMAT_CT_W4,     EPMOE_FORMAT_MXFP4};
-
-/* NONE: as the tensor is stored. */
-static epmoe_format_t wanted_format(const op_context_t *context)
-{
-    return op_has(context, "format") ? formats[op_number(context, "format")] : EPMOE_FORMAT_NONE;
-}
-
 static epmoe_status_t check_format(const op_context_t *context)
 {
-    epmoe_format_t format = wanted_format(context);
-    if (op_number(context, "act") && format != EPMOE_FORMAT_FP8_BLOCK)
+    if (op_number(context, "act") && op_format(context) != EPMOE_FORMAT_FP8_BLOCK)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "act is fp8: expected none, or format=fp8_block");
-    if (format != EPMOE_FORMAT_NONE && epmoei_dtype_of_format(format) == EPMOE_DTYPE_NONE)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "format is %s: this version computes with bf16, fp16 and fp32",
-                           epmoe_format_string(format));
     return EPMOE_OK;
 }
 
@@ -85,21 +70,6 @@ static epmoe_status_t run_align(op_context_t *context)
     return epmoe_align_block_size(&args, NULL);
 }
 
-/* The weight of one projection: plain formats only; a given format must be the one the tensor is stored in. */
-static epmoe_status_t take_weight(const op_context_t *context, const char *name, epmoe_weight_t *weight)
-{
-    const op_value_t *tensor = op_tensor(context, name);
-    epmoe_format_t stored = epmoei_format_of_dtype(tensor->dtype);
-    epmoe_format_t wanted = wanted_format(context);
-    if (wanted != EPMOE_FORMAT_NONE && wanted != stored)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor '%s' is stored as %s: expected %s, as format says",
-                           name, epmoe_format_string(stored), epmoe_format_string(wanted));
-    *weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
-    weight->format = stored;
-    weight->data = tensor->data;
-    return EPMOE_OK;
-}
-
 /* expert_offsets[e] = rows before expert e. */
 static epmoe_status_t sum_counts(const int32_t *counts, int32_t num_experts, int32_t rows, int32_t *offsets)
 {
@@ -132,14 +102,17 @@ static epmoe_status_t run_grouped_gemm(op_context_t *context)
     epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
     args.backend = op_backend(context);
     args.num_experts = op_dim(context, 'E');
-    args.n = op_dim(context, 'N');
     args.k = op_dim(context, 'K');
     args.max_rows = op_dim(context, 'R');
     args.x_dtype = x->dtype;
     args.x = x->data;
     args.activation = EPMOE_ACTIVATION_NONE;
     args.y_dtype = x->dtype;
-    EPMOEI_CHECK(take_weight(context, "w", &args.weight));
+    op_projection_t projection = {
+        .plain = "w", .prefix = "", .stacked = true, .experts = args.num_experts, .rows = -1, .cols = args.k};
+    EPMOEI_CHECK(op_take_projection(context, &projection, &args.weight));
+    args.n = (int32_t)projection.rows;
+    args.fp8_activations = op_number(context, "act");
     int64_t offsets_bytes = ((int64_t)args.num_experts + 1) * 4;
     int32_t *offsets = op_host_scratch(context, offsets_bytes);
     if (!offsets) return NO_MEMORY;
@@ -155,6 +128,14 @@ static epmoe_status_t run_grouped_gemm(op_context_t *context)
     return epmoe_grouped_gemm(&args, NULL);
 }
 
+/* f is a letter of b13 too, and with quantised weights no other tensor of the table has it. */
+static epmoe_status_t check_bias_width(const op_context_t *context, int32_t intermediate)
+{
+    int32_t bias = op_dim(context, 'f');
+    if (bias < 0 || bias == intermediate) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'b13' is for f=%d: w13 has f=%d", bias, intermediate);
+}
+
 static epmoe_status_t run_experts(op_context_t *context)
 {
     const op_value_t *x = op_tensor(context, "x");
@@ -162,15 +143,33 @@ static epmoe_status_t run_experts(op_context_t *context)
     args.backend = op_backend(context);
     args.num_tokens = op_dim(context, 'T');
     args.top_k = op_dim(context, 'k');
-    args.num_experts = op_dim(context, 'E');
     args.hidden = op_dim(context, 'd');
-    args.intermediate = op_dim(context, 'f');
     args.dtype = x->dtype;
     args.x = x->data;
     args.ids = op_tensor(context, "ids")->data;
     args.weights = op_tensor(context, "weights")->data;
-    EPMOEI_CHECK(take_weight(context, "w13", &args.gate_up));
-    EPMOEI_CHECK(take_weight(context, "w2", &args.down));
+    op_projection_t w13 = {.plain = "w13",
+                           .prefix = "w13.",
+                           .stacked = true,
+                           .experts = op_dim(context, 'E'),
+                           .rows = -1,
+                           .cols = args.hidden};
+    EPMOEI_CHECK(op_take_projection(context, &w13, &args.gate_up));
+    if (w13.rows % 2)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "w13 has %lld rows: expected an even number",
+                           (long long)w13.rows);
+    args.num_experts = (int32_t)w13.experts;
+    args.intermediate = (int32_t)(w13.rows / 2);
+    args.layout = w13.layout;
+    EPMOEI_CHECK(check_bias_width(context, args.intermediate));
+    op_projection_t w2 = {.plain = "w2",
+                          .prefix = "w2.",
+                          .stacked = true,
+                          .experts = args.num_experts,
+                          .rows = args.hidden,
+                          .cols = args.intermediate};
+    EPMOEI_CHECK(op_take_projection(context, &w2, &args.down));
+    args.fp8_activations = op_number(context, "act");
     args.gate_up_bias = op_tensor(context, "b13")->data;
     args.down_bias = op_tensor(context, "b2")->data;
     args.activation = (epmoe_activation_t)op_number(context, "activation");
@@ -241,16 +240,13 @@ static const op_key_t align_keys[] = {
 };
 
 #define FORMAT_KEYS                                                                                                    \
-    {.name = "format", .kind = OP_CHOICE, .choices = FORMATS}, {.name = "group", .kind = OP_GROUP, .initial = "128"},  \
-        {.name = "zero_convention", .kind = OP_CHOICE, .choices = "v1,v2", .initial = "v1"},                           \
-    {                                                                                                                  \
-        .name = "act", .kind = OP_CHOICE, .choices = "none,fp8", .initial = "none"                                     \
-    }
+    OP_FORMAT_KEYS, { .name = "act", .kind = OP_CHOICE, .choices = "none,fp8", .initial = "none" }
 
 static const op_tensor_t grouped_gemm_tensors[] = {
     {.name = "x", .shape = "R,K", .kind = OP_FLOAT},
     {.name = "counts", .shape = "E", .kind = OP_INDEX},
-    {.name = "w", .alias = "weight", .shape = "E,N,K", .kind = OP_FLOAT},
+    {.name = "w", .alias = "weight", .shape = "E,N,K", .kind = OP_NUMBERS, .optional = true},
+    OP_QUANTISED(""),
     {0},
 };
 static const op_key_t grouped_gemm_keys[] = {FORMAT_KEYS, {0}};
@@ -266,10 +262,12 @@ static const op_tensor_t experts_tensors[] = {
     {.name = "x", .shape = "T,d", .kind = OP_FLOAT},
     {.name = "ids", .shape = "T,k", .kind = OP_INDEX},
     {.name = "weights", .shape = "T,k", .kind = OP_AS_F32},
-    {.name = "w13", .alias = "w13.weight", .shape = "E,2f,d", .kind = OP_FLOAT},
-    {.name = "w2", .alias = "w2.weight", .shape = "E,d,f", .kind = OP_FLOAT},
+    {.name = "w13", .alias = "w13.weight", .shape = "E,2f,d", .kind = OP_NUMBERS, .optional = true},
+    {.name = "w2", .alias = "w2.weight", .shape = "E,d,f", .kind = OP_NUMBERS, .optional = true},
     {.name = "b13", .shape = "E,2f", .kind = OP_AS_F32, .optional = true},
     {.name = "b2", .shape = "E,d", .kind = OP_AS_F32, .optional = true},
+    OP_QUANTISED("w13."),
+    OP_QUANTISED("w2."),
     {0},
 };
 static const op_key_t experts_keys[] = {FORMAT_KEYS, ACTIVATION_KEYS, {0}};
@@ -312,7 +310,11 @@ const op_t tool_ops[] = {
      .tensors = silu_and_mul_tensors,
      .keys = silu_and_mul_keys},
     {.name = "sum", .outputs = "out", .run = run_sum, .tensors = sum_tensors, .keys = sum_keys},
-    {.name = "quantize_fp8"},
+    {.name = "quantize_fp8",
+     .outputs = "q, scale",
+     .run = op_run_quantize_fp8,
+     .tensors = op_quantize_fp8_tensors,
+     .keys = op_quantize_fp8_keys},
     {.name = "rms_norm",
      .outputs = "y, residual?, scale?",
      .run = op_rms_norm_run,
@@ -329,9 +331,17 @@ const op_t tool_ops[] = {
      .run = op_cache_write_run,
      .tensors = op_cache_write_tensors,
      .keys = op_cache_write_keys},
-    {.name = "attention"},
-    {.name = "sample"},
-    {.name = "spec_verify"},
-    {.name = "dequant"},
+    {.name = "attention",
+     .outputs = "o (zeros in the rows past the last query)",
+     .run = op_attention_run,
+     .tensors = op_attention_tensors,
+     .keys = op_attention_keys},
+    {.name = "sample", .outputs = "token", .run = op_sample_run, .tensors = op_sample_tensors, .keys = op_sample_keys},
+    {.name = "spec_verify",
+     .outputs = "tokens, accepted",
+     .run = op_spec_verify_run,
+     .tensors = op_spec_verify_tensors,
+     .keys = op_spec_verify_keys},
+    {.name = "dequant", .outputs = "w", .run = op_run_dequant, .tensors = op_dequant_tensors, .keys = op_dequant_keys},
     {0},
 };

@@ -3,9 +3,10 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Three levels, each usable alone:
- *   ops            epmoe_topk ... epmoe_cache_write: one stage on caller-owned buffers
+ *   ops            epmoe_topk ... epmoe_spec_verify: one stage on caller-owned buffers
  *   communication  epmoe_comm_*, epmoe_ep_*: dispatch rows to the ranks that own their experts, combine the results
- *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint
+ *   layer          epmoe_layer_*: router, dispatch, experts, combine, shared expert; weights from a checkpoint. Around
+ *                  it epmoe_decoder_*: a decoder layer over a paged KV cache, and epmoe_head_*: the logits
  *
  * Conventions that hold everywhere:
  *   - Every call returns an epmoe_status_t. On an error nothing of the outputs is written (unless the function says
@@ -181,6 +182,7 @@ typedef enum epmoe_format_t {
     EPMOE_FORMAT_AWQ = 6,
     EPMOE_FORMAT_CT_W4 = 7, /* compressed-tensors pack-quantized */
     EPMOE_FORMAT_MXFP4 = 8,
+    EPMOE_FORMAT_W4 = 9, /* no file format: what GPTQ, AWQ and CT_W4 are repacked into */
 } epmoe_format_t;
 EPMOE_API const char *epmoe_format_string(epmoe_format_t format);
 
@@ -191,19 +193,35 @@ typedef enum epmoe_layout_t {
     EPMOE_LAYOUT_PACKED = 2,      /* what the backend computes on: on the CPU the same as GATE_FIRST */
 } epmoe_layout_t;
 
+/* clang-format off */
 /* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
- * Plain formats (F32, BF16, F16) use `data` only. The other fields carry the tensors of quantised formats.
- * Quantised formats are refused as NOT_SUPPORTED by this version. */
+ * Plain formats (F32, BF16, F16) use `data` only. Quantised ones have the tensors of the file formats of the same name,
+ * stacked along E; g = group_size, G = ceil(K/g), words are 32-bit with eight 4-bit codes, the lowest bits first:
+ *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/g),ceil(K/g)]: w = code * scale
+ *   GPTQ       data words [E,ceil(K/8),N], eight k each; scales [E,G,N]; zeros words [E,G,ceil(N/8)]; g_idx [E,K] or
+ *              NULL: w = scale * (code - zero), the group of column k is g_idx[k], or k / g
+ *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; scales [E,G,N];
+ *              zeros words [E,G,ceil(N/8)], nibbles as in data
+ *   CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G], eight rows each, or NULL = 8;
+ *              g_idx as GPTQ
+ *   MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w = e2m1(code) * 2^(scale - 127)
+ *   W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL = 8; g_idx [E,H,K] or NULL:
+ *              the order of the columns, each of the H rows a permutation of 0..K-1: stored column j multiplies
+ *              column g_idx[j] of x. H = 2 (gate rows, up rows) with an activation, otherwise 1
+ * With the layout PACKED and an activation the up rows of FP8_BLOCK begin a block row of their own:
+ * scales [E,2*ceil(f/g),ceil(K/g)].
+ * Quantised weights run on the CPU; on CUDA they are NOT_SUPPORTED by this version. */
+/* clang-format on */
 typedef struct epmoe_weight_t {
     size_t struct_size;
     epmoe_format_t format;
-    int32_t group_size;         /* quantised: K columns per scale; 0 = 128, -1 = one group */
-    int32_t zero_convention;    /* GPTQ: 1 = stored zero is z-1, 2 = z; 0 = 1 */
-    epmoe_dtype_t scales_dtype; /* quantised */
+    int32_t group_size;      /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 or 0 */
+    int32_t zero_convention; /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
+    epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0; MXFP4: F8_E8M0 or 0 */
     const void *data;
     const void *scales;
     const void *zeros;
-    const int32_t *g_idx; /* GPTQ with act-order: [E,K] */
+    const int32_t *g_idx;
 } epmoe_weight_t;
 #define EPMOE_WEIGHT_INIT EPMOE_STRUCT_INIT(epmoe_weight_t)
 
@@ -333,8 +351,10 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * between the two in the sorted order, where a tile's rows are neighbours.
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
- * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index.
- * NOT_SUPPORTED for quantised formats and, on CUDA, K not a multiple of 8, fp32 x or weights, and two different types.
+ * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
+ * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
+ * out of range or, of W4, that is no permutation.
+ * NOT_SUPPORTED on CUDA for quantised formats, K not a multiple of 8, fp32 x or weights, and two different types.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
@@ -366,6 +386,7 @@ typedef struct epmoe_grouped_gemm_args_t {
                                     memory as the tensors; NULL = max_rows */
     int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
     int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
+    int32_t fp8_activations;     /* 0 or 1, FP8_BLOCK only: x is first quantised as epmoe_quantize_fp8 does, BLOCK128 */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -450,16 +471,13 @@ typedef struct epmoe_experts_args_t {
     const float *addend;           /* [T,d] or NULL */
     const void *residual;          /* [T,d] of y_dtype or NULL; y may alias it */
     const int32_t *num_tokens_dev; /* as in epmoe_topk_args_t */
+    int32_t fp8_activations;       /* 0 or 1, FP8_BLOCK only: x and h are first quantised, 128 columns per scale */
 } epmoe_experts_args_t;
 #define EPMOE_EXPERTS_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_experts_args_t)
 EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
 
-/* ---------------------------------------------------------------------------------------------------- dense ops */
-
-/* The ops of a decoder layer around its experts. On CUDA positions and slots are aligned to their dtype and scales to
- * 4 bytes; what is out of range there is counted, and the next host call reports it.
- * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
+/* ------------------------------------------------------------------------------------------------- quantisation */
 
 /* What one scale of a quantised activation covers. */
 typedef enum epmoe_granularity_t {
@@ -467,6 +485,57 @@ typedef enum epmoe_granularity_t {
     EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
     EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
 } epmoe_granularity_t;
+
+/* Activations to E4M3: q = e4m3(x / scale), where the scale of each part is
+ *     max(amax / 448, 2^-126), with pow2 2^ceil(log2 of it): a power of two stays
+ * and amax the largest |x| of the part, bounded by scale_ub; a NaN does not count, an infinity counts as the largest
+ * finite value. So a scale is finite and never 0. Codes round to nearest even and saturate: NaN = 0x7F, +-inf = +-448,
+ * -0 = 0x80. With static_scale that one is used for all, and copied to `scale`.
+ * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, a stride below the row, NULL pointers, a static_scale or
+ * scale_ub that is not finite and above 0 (CPU), a static_scale with another granularity than TENSOR, pow2 or scale_ub.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = T*d*(b + 1) and the scales; TENSOR reads x twice. */
+typedef struct epmoe_quantize_fp8_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;  /* T */
+    int32_t hidden;      /* d */
+    epmoe_dtype_t dtype; /* of x: F32, BF16, F16 */
+    epmoe_granularity_t granularity;
+    int32_t pow2;              /* 0 or 1 */
+    const void *x;             /* [T,d] */
+    int64_t x_stride;          /* elements from row to row; 0 = d */
+    const float *static_scale; /* [1] or NULL */
+    const float *scale_ub;     /* [1] or NULL: bounds amax */
+    void *q;                   /* out E4M3 [T,d] */
+    float *scale;              /* out, see epmoe_granularity_t */
+} epmoe_quantize_fp8_args_t;
+#define EPMOE_QUANTIZE_FP8_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_quantize_fp8_args_t)
+EPMOE_API epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
+
+/* The values of a weight in any format, in fp32: w[e,n,k] as epmoe_weight_t defines it, columns in the order of x.
+ * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range or, of
+ * W4, that is no permutation.
+ * NOT_SUPPORTED on CUDA by this version.
+ * Floor: bytes = the weight's + 4*E*N*K. */
+typedef struct epmoe_dequant_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_experts; /* E; 0 = 1 */
+    int32_t n;           /* N */
+    int32_t k;           /* K */
+    int32_t reserved;
+    epmoe_weight_t weight; /* [E,N,K] */
+    float *w;              /* out [E,N,K] */
+} epmoe_dequant_args_t;
+#define EPMOE_DEQUANT_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dequant_args_t)
+EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
+
+/* ---------------------------------------------------------------------------------------------------- dense ops */
+
+/* The ops of a decoder layer around its experts. On CUDA positions and slots are aligned to their dtype and scales to
+ * 4 bytes; what is out of range there is counted, and the next host call reports it.
+ * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
  *     s[t,:] = residual ? round(x[t,:] + residual[t,:], dtype) : x[t,:]; residual[t,:] = s[t,:]
@@ -621,10 +690,13 @@ typedef enum epmoe_cache_layout_t {
 
 /* Writes the key and value of token t to slot slots[t] of the cache: block slots[t] / S, place slots[t] mod S. Slot -1
  * is skipped and its rows are not read. Without F8_E4M3 a bit-exact copy; with it stored = E4M3(value / scale),
- * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win).
+ * saturating, NaN = 0x7F. Slots other than -1 must be distinct (the CPU lets the later token win). value and
+ * value_cache both NULL: keys alone, as MLA's attention reads them.
+ *
  * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
  * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then; on CUDA such
  * a slot is skipped.
+ *
  * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
 typedef struct epmoe_cache_write_args_t {
     size_t struct_size;
@@ -640,12 +712,12 @@ typedef struct epmoe_cache_write_args_t {
     epmoe_dtype_t cache_dtype; /* 0 = dtype, or F8_E4M3 */
     const void *key;           /* [T,Hk,D] */
     int64_t key_stride;        /* from token to token; 0 = Hk*D */
-    const void *value;         /* [T,Hk,D] */
+    const void *value;         /* [T,Hk,D] or NULL */
     int64_t value_stride;
     epmoe_dtype_t slots_dtype; /* I64 (0 = I64) or I32 */
     const void *slots;         /* [T] */
     void *key_cache;           /* out */
-    void *value_cache;         /* out */
+    void *value_cache;         /* out; NULL without value */
     int64_t key_block_stride;  /* from block to block; 0 = Hk*S*D */
     int64_t value_block_stride;
     const float *k_scale; /* [1] or NULL = 1; used with F8_E4M3 alone */
@@ -653,6 +725,134 @@ typedef struct epmoe_cache_write_args_t {
 } epmoe_cache_write_args_t;
 #define EPMOE_CACHE_WRITE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_cache_write_args_t)
 EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
+
+/* ----------------------------------------------------------------------------------------- attention and sampling */
+
+#define EPMOE_MAX_HEAD_DIM 576 /* of keys in MLA: latent 512 + rope 64 */
+
+/* Attention of new tokens over a paged cache that already holds their own keys and values: prefill, decode and any mix
+ * of both in one call. Rows query_start[b] .. query_start[b+1]-1 of q belong to sequence b and are its last tokens: the
+ * i-th of n is at position p = seq_lens[b] - n + i. Key j of sequence b lies in slot j mod S of block
+ * block_table[b, j / S]; values have Dv columns in place of D. Query head h reads cache head h / (H / Hk).
+ *     s[j]   = scale * (q[t,h,:] . key[j,:])                for p - window < j <= p (window 0: for all j <= p)
+ *     o[t,h] = sum over j of exp(s[j]) * value[j,:] / (sum over j of exp(s[j]) + exp(sinks[h])),  fp32, rounded once
+ *   - An F8_E4M3 cache holds key / k_scale and value / v_scale.
+ *   - value_cache NULL, value_dim given: the values are the first Dv columns of the keys, as in MLA's absorbed decode:
+ *     one cache head, D = latent + rope, Dv = latent, scale that of the head before absorption.
+ *   - Entries of block_table are read only for blocks that hold a visible key, so those past the end of a sequence and
+ *     those that have left the window may be anything. Slots without a visible key are never used, not even as NaN.
+ *   - A row of a sequence of length 0 (the padding of a batch), or whose scores are all -inf, is zeros. A NaN in q, a
+ *     visible key or value reaches only the rows that see it. Rows of o from query_start[B] on are not written.
+ * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D or 0
+ * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
+ * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
+ * read outside [0,N), k_scale or v_scale not finite and above 0. NOT_SUPPORTED on CUDA.
+ * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
+ * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
+typedef struct epmoe_attention_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;        /* T: rows of q and o */
+    int32_t num_seqs;          /* B */
+    int32_t num_heads;         /* H */
+    int32_t num_kv_heads;      /* Hk; 0 = H */
+    int32_t head_dim;          /* D: 1..EPMOE_MAX_HEAD_DIM */
+    int32_t value_dim;         /* Dv: 1..EPMOE_MAX_HEAD_DIM; 0 = D */
+    int32_t num_blocks;        /* N */
+    int32_t block_size;        /* S: any from 1 on */
+    int32_t max_blocks;        /* M: columns of block_table */
+    epmoe_dtype_t dtype;       /* of q and o: F32, BF16, F16 */
+    epmoe_dtype_t cache_dtype; /* dtype or F8_E4M3; 0 = dtype */
+    epmoe_cache_layout_t layout;
+    int32_t key_pack; /* x of V1; 0 = 16 / bytes per cached element */
+    int32_t window;   /* 0 = none */
+    float scale;      /* 0 = D^-0.5 */
+    const void *q;    /* [T,H,D] */
+    int64_t q_stride; /* elements from token to token; 0 = H*D */
+    const void *key_cache;
+    const void *value_cache;    /* or NULL: see above */
+    int64_t key_block_stride;   /* elements from block to block; 0 = S*Hk*D */
+    int64_t value_block_stride; /* 0 = S*Hk*Dv */
+    const float *k_scale;       /* [1] or NULL = 1; used with F8_E4M3 alone */
+    const float *v_scale;       /* the same; not used without value_cache */
+    const int32_t *block_table; /* [B,M] */
+    const int32_t *seq_lens;    /* [B] */
+    const int32_t *query_start; /* [B+1] */
+    const float *sinks;         /* [H] or NULL */
+    void *o;                    /* out [T,H,Dv] */
+} epmoe_attention_args_t;
+#define EPMOE_ATTENTION_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_attention_args_t)
+EPMOE_API epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epmoe_stream_t stream);
+
+#define EPMOE_MAX_VOCAB (1 << 22)
+
+/* One token per row of logits. In this order:
+ *   temperature  token i weighs w[i] = exp((logit[i] - largest logit) / temperature). temperature 0: the largest logit,
+ *                the lower id of equals; nothing below applies and uniform is not read
+ *   top_k        the k largest logits stay; of equals at the edge the lower ids
+ *   top_p        of these, by descending logit and then ascending id, the fewest whose weights reach top_p of their sum
+ *   min_p        of these, those with w[i] >= min_p
+ *   draw         the first of these, by id, at which the running sum of weights exceeds uniform times the total
+ * Weights are fixed-point numbers, trunc(2^40 * fp32 exp): sums are exact in any order, so that every kernel and thread
+ * count draws the same token. A token below 2^-40 of the likeliest is never drawn.
+ * NaN counts as -inf, +inf as the largest finite number. A row of nothing but -inf gets token -1.
+ * Errors: INVALID_ARGUMENT for V outside 1..EPMOE_MAX_VOCAB, temperature negative or not finite, top_k below -1, top_p
+ * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU. NOT_SUPPORTED
+ * on CUDA.
+ * Floor: bytes = B*V*b. */
+typedef struct epmoe_sample_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_rows;           /* B */
+    int32_t vocab_size;         /* V */
+    epmoe_dtype_t logits_dtype; /* F32 (0 = F32), BF16 or F16 */
+    const void *logits;         /* [B,V] */
+    int64_t logits_stride;      /* elements from row to row; 0 = V */
+    const float *uniform;       /* [B] in [0,1]; 1 draws the last token that stays; may be NULL with temperature 0 for
+                                   all rows */
+    float temperature;          /* 0 = greedy */
+    int32_t top_k;              /* 0, -1 or >= V = all */
+    float top_p;                /* 0 = 1 = all */
+    float min_p;                /* 0 = all */
+    const float *temperature_rows; /* these four: [B] or NULL, one value per row in place of the one above */
+    const int32_t *top_k_rows;
+    const float *top_p_rows;
+    const float *min_p_rows;
+    int32_t *tokens; /* out [B] */
+} epmoe_sample_args_t;
+#define EPMOE_SAMPLE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_sample_args_t)
+EPMOE_API epmoe_status_t epmoe_sample(const epmoe_sample_args_t *args, epmoe_stream_t stream);
+
+/* Speculative decoding: accepts or rejects a chain of G drafted tokens, so that every token has the target's
+ * distribution (Leviathan et al. 2023; Chen et al. 2023). Per row, for g ascending:
+ *     draft g is accepted if uniform[g] * draft_probs[g,id] < target_probs[g,id], that is u < p/q, compared exactly
+ *     the first rejected one is replaced by a draw from max(target_probs[g] - draft_probs[g], 0)
+ *     if none is rejected, a draw from target_probs[G] follows: the bonus token
+ * and the row ends. Both draws use uniform[G]: the first token, by id, at which the running sum exceeds uniform[G]
+ * times the total, in fixed point as in epmoe_sample. Where no difference is positive the draw is from target_probs[g].
+ *   - draft id -1 ends the row's drafts: the bonus is then drawn from target_probs at that place, and what stands
+ *     behind it is not read.
+ *   - draft_probs NULL: the drafter was certain, q = 1 at its id and 0 elsewhere.
+ *   - In a draw probabilities are clamped to [0,1] and NaN counts as 0; in an accept test a NaN rejects. A draw from
+ *     nothing but zeros gives token -1.
+ * Errors: INVALID_ARGUMENT for G < 0, V outside 1..EPMOE_MAX_VOCAB, on the CPU an id outside [-1,V) in front of the
+ * first -1, uniform outside [0,1] or NaN. NOT_SUPPORTED on CUDA.
+ * Floor: bytes = 8*B*V (difference) or 4*B*V (bonus), plus 20*B*(G+1). */
+typedef struct epmoe_spec_verify_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_rows;          /* B */
+    int32_t num_drafts;        /* G, may be 0 */
+    int32_t vocab_size;        /* V */
+    const int32_t *draft_ids;  /* [B,G] */
+    const float *draft_probs;  /* [B,G,V] or NULL */
+    const float *target_probs; /* [B,G+1,V] */
+    const float *uniform;      /* [B,G+1] in [0,1]: the accept tests, then the draw */
+    int32_t *tokens;           /* out [B,G+1]: accepted drafts, the drawn token, then -1 */
+    int32_t *accepted;         /* out [B]: drafts accepted */
+} epmoe_spec_verify_args_t;
+#define EPMOE_SPEC_VERIFY_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_spec_verify_args_t)
+EPMOE_API epmoe_status_t epmoe_spec_verify(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);
 
 /* ------------------------------------------------------------------------------------------------ communication */
 
@@ -878,10 +1078,13 @@ typedef struct epmoe_layer_config_t {
     int32_t shared_gated;
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
-    epmoe_format_t weight_format; /* random weights only; 0 = that of dtype. Loaded weights keep their format on the CPU
-                                     and take dtype's on CUDA (but see router_dtype) */
+    epmoe_format_t weight_format; /* of random weights; 0 = that of dtype. epmoe_checkpoint_layer_config gives that of
+                                     quantised experts. Loaded weights keep their format on the CPU (GPTQ, AWQ and CT_W4
+                                     as W4) and take dtype's on CUDA (but see router_dtype), where a quantised one is
+                                     NOT_SUPPORTED */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
+    int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -908,12 +1111,13 @@ typedef struct epmoe_checkpoint_info_t {
 /* Opens a folder with config.json and model.safetensors, or shards with model.safetensors.index.json. Headers, shapes,
  * offsets, names and sizes of everything are validated here, before any compute; data is mapped when it is used.
  * Errors: IO (missing or unreadable file), FORMAT (naming file and tensor), NOT_SUPPORTED (unknown family: the message
- * says what was found and which table takes a new row; a weight format that this version cannot run). */
+ * says what was found and which table takes a new row). */
 EPMOE_API epmoe_status_t epmoe_checkpoint_open(const char *dir, epmoe_checkpoint_t **checkpoint);
 EPMOE_API void epmoe_checkpoint_close(epmoe_checkpoint_t *checkpoint); /* NULL is legal */
 EPMOE_API epmoe_status_t epmoe_checkpoint_get_info(const epmoe_checkpoint_t *checkpoint, epmoe_checkpoint_info_t *info);
 /* The config of the MoE block (or dense MLP) of layer `layer`, read from its tensors and config.json.
- * INVALID_ARGUMENT for a layer that the checkpoint does not have. */
+ * INVALID_ARGUMENT for a layer that the checkpoint does not have, NOT_SUPPORTED for one whose weights are in a format
+ * that this version cannot run. */
 EPMOE_API epmoe_status_t epmoe_checkpoint_layer_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                        epmoe_layer_config_t *config);
 
@@ -962,9 +1166,12 @@ typedef struct epmoe_layer_weights_t {
 } epmoe_layer_weights_t;
 #define EPMOE_LAYER_WEIGHTS_INIT EPMOE_STRUCT_INIT(epmoe_layer_weights_t)
 
-/* Copies the weights into the layer's own layout (the caller may free his), or with layout PACKED borrows gate_up,
- * down, shared_gate_up and shared_down until destroy. Local, not collective. May be called again to replace them; after
- * a failure past the checks (no memory, a CUDA error) the layer has no weights. */
+/* Copies the weights into the layer's own layout (the caller may free his): GPTQ, AWQ and CT_W4 become W4. With layout
+ * PACKED it borrows gate_up, down, shared_gate_up and shared_down until destroy: quantised ones must then be FP8_BLOCK,
+ * MXFP4 or W4. Quantised weights that fit no packed layout are kept as fp32, four to eight times as large, with a
+ * warning that says which and why: up rows of FP8_BLOCK that begin inside a block or are interleaved, and groups of
+ * unequal width in a g_idx. Local, not collective. May be called again to replace them; after a failure past the checks
+ * (no memory, a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
  * count and of the backend. Local. */
@@ -980,8 +1187,9 @@ typedef struct epmoe_load_options_t {
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
  * read. options NULL = none. Collective: all ranks succeed or all fail. Ranks may take different times, however long:
  * each shows the others while it loads that it is alive, and TIMEOUT means that one expert, the shared weights or a
- * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's. After a
- * failure the layer has no weights. */
+ * call of progress took a rank most of timeout_s. MISMATCH when the layer's config is not the checkpoint's;
+ * NOT_SUPPORTED for a weight format that this version cannot run. Weights are packed as epmoe_layer_set_weights packs
+ * them. After a failure the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_checkpoint_t *checkpoint,
                                                      int32_t layer_index, const epmoe_load_options_t *options);
 
@@ -1028,6 +1236,138 @@ EPMOE_API epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const ep
 /* The same with x, y and T alone. */
 EPMOE_API epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x, void *y, int32_t num_tokens,
                                              epmoe_stream_t stream);
+
+/* ------------------------------------------------------------------------------------------------ decoder layer */
+
+/* A pre-norm decoder layer around a MoE block or dense MLP, over a paged KV cache:
+ *     h    = x + attention(rms_norm(x))
+ *     y    = h + mlp(rms_norm(h))
+ * Every rank runs the attention of its own tokens with its own copy of the weights; the MLP is an epmoe_layer_t, whose
+ * experts are spread over the ranks. CPU backend only: NOT_SUPPORTED on CUDA in this version. */
+
+typedef enum epmoe_attention_kind_t {
+    EPMOE_ATTENTION_GQA = 0, /* heads of one width; H / Hk query heads share a key and a value head (Ainslie et al.
+                                2023) */
+    EPMOE_ATTENTION_MLA = 1, /* all heads' keys and values come from one latent per token, which is what the cache
+                                holds; q is brought to the latent instead (DeepSeek-AI 2024, DeepSeek-V2) */
+} epmoe_attention_kind_t;
+
+/* The attention of a decoder layer and its norms; hidden, dtype and max_tokens are those of the MLP's config. */
+typedef struct epmoe_decoder_config_t {
+    size_t struct_size;
+    epmoe_attention_kind_t attention;
+    int32_t num_heads;    /* H */
+    int32_t num_kv_heads; /* GQA: Hk, a divisor of H; 0 = H */
+    int32_t head_dim;     /* GQA: D of q, k and v */
+    int32_t q_latent;     /* MLA: width of q's latent; 0 = q is one projection */
+    int32_t kv_latent;    /* MLA: width of the latent of keys and values */
+    int32_t nope_dim;     /* MLA: columns of a q and k head that carry no position, */
+    int32_t rope_dim;     /* and those that do, the same for all heads of k */
+    int32_t value_dim;    /* MLA: columns of a v head */
+    int32_t in_bias;   /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
+    int32_t out_bias;  /* 1: so does the last one */
+    int32_t qk_norm;   /* GQA, 1: q and k heads are normalised before they are rotated */
+    int32_t has_sinks; /* 1: see epmoe_attention_args_t */
+    int32_t window;    /* 0 = none */
+    float scale;       /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
+    float norm_eps;    /* of both norms and qk_norm; 0 = 1e-6 */
+    float latent_eps;  /* MLA: of the latents' norms; 0 = 1e-6 */
+    epmoe_rope_style_t rope_style;
+    epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
+                                     NULL: the layer makes its table; otherwise a filled one, borrowed until destroy,
+                                     which layers may share. struct_size may be 0. */
+    /* The cache: values as wide as keys, or with MLA none (keys of kv_latent + rope_dim columns, one head). */
+    epmoe_cache_layout_t cache_layout;
+    int32_t key_pack;          /* x of V1 */
+    epmoe_dtype_t cache_dtype; /* 0 = dtype, or F8_E4M3 */
+    int32_t block_size;        /* S; 0 = 16 */
+    int32_t num_blocks;        /* of a cache that the layer owns, zeroed at first; 0 = the caller has one */
+    int32_t max_seqs;          /* most sequences in a forward; 0 = max_tokens */
+} epmoe_decoder_config_t;
+#define EPMOE_DECODER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_decoder_config_t)
+
+/* The attention of layer `layer`, as config.json has it; the cache is NHD in the dtype of the layer, and the caller's.
+ * NOT_SUPPORTED, naming key and value, for a variant that this version does not know. */
+EPMOE_API epmoe_status_t epmoe_checkpoint_decoder_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
+                                                         epmoe_decoder_config_t *config);
+
+/* Bytes of one block of the key cache, and of the value cache (0 with MLA). dtype: of the layer; 0 = BF16. */
+EPMOE_API epmoe_status_t epmoe_decoder_block_bytes(const epmoe_decoder_config_t *config, epmoe_dtype_t dtype,
+                                                   int64_t *key_bytes, int64_t *value_bytes);
+
+typedef struct epmoe_decoder epmoe_decoder_t;
+
+/* Makes a layer on a communicator (NULL = one rank of its own). Collective as epmoe_layer_create is; allocates
+ * everything forward needs. Both configs must agree on all ranks, but for max_tokens, capacity, max_seqs and
+ * num_blocks. On failure *decoder is NULL on every rank. */
+EPMOE_API epmoe_status_t epmoe_decoder_create(const epmoe_decoder_config_t *config, const epmoe_layer_config_t *mlp,
+                                              epmoe_comm_t *comm, epmoe_decoder_t **decoder);
+EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL is legal */
+
+/* Loads layer `layer_index` of a checkpoint: norms, attention, and the MLP as epmoe_layer_load_checkpoint does, with
+ * its rules; the norms and attention count as one step, and not in progress. MISMATCH when a config is not the
+ * checkpoint's. */
+EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
+                                                       int32_t layer_index, const epmoe_load_options_t *options);
+
+/* New tokens of B sequences: all of a prompt, the next of each, or any mix. As in epmoe_attention_args_t, rows
+ * query_start[b] .. query_start[b+1]-1 are the last tokens of sequence b, whose length seq_lens[b] counts them; their
+ * positions and cache slots follow from seq_lens and block_table. A sequence of length 0 is padding: its rows go
+ * through the layer without being cached. */
+typedef struct epmoe_decoder_forward_args_t {
+    size_t struct_size;
+    int32_t num_tokens;         /* T <= max_tokens, may be 0; ranks may differ */
+    int32_t num_seqs;           /* B <= max_seqs */
+    const void *x;              /* [T,d] of dtype */
+    void *y;                    /* out [T,d] of dtype; may alias x */
+    const int32_t *query_start; /* [B+1], from 0 to T */
+    const int32_t *seq_lens;    /* [B] */
+    const int32_t *block_table; /* [B,M] */
+    int32_t max_blocks;         /* M */
+    int32_t num_blocks;         /* blocks of the caller's cache; with an own cache not read, nor are these two: */
+    void *key_cache;
+    void *value_cache;    /* not read with MLA */
+    const float *k_scale; /* [1] or NULL = 1; with an F8_E4M3 cache alone */
+    const float *v_scale;
+    float *logits_out;  /* optional, as in epmoe_forward_args_t, and not written with a dense MLP: [T,E], */
+    int32_t *ids_out;   /* [T,k], */
+    float *weights_out; /* [T,k] */
+} epmoe_decoder_forward_args_t;
+#define EPMOE_DECODER_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_decoder_forward_args_t)
+
+/* One pass; writes the new tokens' keys and values to the cache. Collective as epmoe_layer_forward_args is, with its
+ * rules for errors: one of this rank's arguments reaches the others as ERROR_PEER and leaves y and the cache as they
+ * were; after a peer's error the cache may hold this rank's new tokens, y is not written.
+ * Errors of the arguments: INVALID_ARGUMENT for sizes out of range, NULL pointers, query_start that does not ascend
+ * from 0 to T, a sequence with more queries than tokens, longer than the table of positions or than M * S, a block
+ * outside the cache. BAD_STATE before weights were loaded. */
+EPMOE_API epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
+                                               epmoe_stream_t stream);
+
+/* What follows the last decoder layer: logits = rms_norm(x) w^T, fp32. CPU backend only. */
+typedef struct epmoe_head epmoe_head_t;
+
+typedef struct epmoe_head_config_t {
+    size_t struct_size;
+    int32_t hidden;      /* d */
+    int32_t vocab_size;  /* V */
+    float norm_eps;      /* 0 = 1e-6 */
+    epmoe_dtype_t dtype; /* of x; 0 = BF16 */
+    int32_t max_tokens;  /* 0 = 4096 */
+    epmoe_backend_t backend;
+} epmoe_head_config_t;
+#define EPMOE_HEAD_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_head_config_t)
+
+EPMOE_API epmoe_status_t epmoe_checkpoint_head_config(const epmoe_checkpoint_t *checkpoint,
+                                                      epmoe_head_config_t *config);
+EPMOE_API epmoe_status_t epmoe_head_create(const epmoe_head_config_t *config, epmoe_head_t **head);
+EPMOE_API void epmoe_head_destroy(epmoe_head_t *head); /* NULL is legal */
+/* The final norm, and lm_head or, where the model ties them, the embedding. Local. After a failure the head has no
+ * weights. */
+EPMOE_API epmoe_status_t epmoe_head_load_checkpoint(epmoe_head_t *head, const epmoe_checkpoint_t *checkpoint);
+/* x [T,d] of dtype, logits out [T,V]. BAD_STATE before weights were loaded. */
+EPMOE_API epmoe_status_t epmoe_head_forward(epmoe_head_t *head, const void *x, float *logits, int32_t num_tokens,
+                                            epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

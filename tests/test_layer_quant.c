@@ -1,0 +1,122 @@
+/* A layer with quantised weights from arrays computes what it computes with the dequantised ones in fp32. */
+#include "moe/layer.h"
+#include "tests/quant_case.h"
+
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { kE = 3, kTopK = 2, kD = 64, kF = 160, kTokens = 5 };
+
+static char warnings[1024];
+
+static void keep_warning(void *ctx, epmoe_log_level_t level, const char *message)
+{
+    (void)ctx, (void)level;
+    size_t used = strlen(warnings);
+    snprintf(warnings + used, sizeof warnings - used, "%s\n", message);
+}
+
+static float *dequantised(const epmoe_weight_t *weight, int32_t experts, int32_t n, int32_t k)
+{
+    float *w = malloc(sizeof *w * (size_t)experts * (size_t)n * (size_t)k);
+    epmoe_dequant_args_t args = EPMOE_DEQUANT_ARGS_INIT;
+    args.backend = EPMOE_BACKEND_CPU;
+    args.num_experts = experts, args.n = n, args.k = k, args.weight = *weight, args.w = w;
+    cr_assert_eq(epmoe_dequant(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    return w;
+}
+
+static void run_case(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_index_t index, epmoe_format_t down_format,
+                     epmoe_layout_t layout)
+{
+    epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+    config.hidden = kD, config.intermediate = kF, config.num_experts = kE, config.top_k = kTopK;
+    config.renormalize = 1, config.dtype = EPMOE_F32, config.max_tokens = kTokens;
+    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
+    comm_config.backend = EPMOE_BACKEND_CPU;
+    epmoe_comm_t *comm = NULL;
+    epmoe_layer_t *layer = NULL;
+    cr_assert_eq(epmoe_comm_create(NULL, &comm_config, &comm), EPMOE_OK);
+    cr_assert_eq(epmoe_layer_create(&config, comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
+
+    quant_case_t gate_up = quant_case_make(rng, gate_up_format, kE, 2 * kF, kD, 32, index, 0);
+    quant_case_t down = quant_case_make(rng, down_format, kE, kD, kF, 32, QUANT_INDEX_NONE, 0);
+    float *plain_gate_up = dequantised(&gate_up.weight, kE, 2 * kF, kD);
+    float *plain_down = dequantised(&down.weight, kE, kD, kF);
+    float router[kE * kD], x[kTokens * kD], y[kTokens * kD];
+    double ref[kTokens * kD];
+    testing_fill_normal(rng, router, EPMOE_F32, kE * kD, 0.1f);
+    testing_fill_normal(rng, x, EPMOE_F32, kTokens * kD, 0.01f);
+    epmoe_layer_weights_t weights = EPMOE_LAYER_WEIGHTS_INIT;
+    weights.router_dtype = EPMOE_F32, weights.router = router, weights.layout = layout;
+    weights.gate_up.format = weights.down.format = EPMOE_FORMAT_F32;
+    weights.gate_up.data = plain_gate_up, weights.down.data = plain_down;
+    cr_assert_eq(epmoe_layer_set_weights(layer, &weights), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_layer_forward(layer, x, y, kTokens, NULL), EPMOE_OK);
+    for (int i = 0; i < kTokens * kD; i++) ref[i] = (double)y[i];
+
+    weights.gate_up = gate_up.weight, weights.down = down.weight;
+    cr_assert_eq(epmoe_layer_set_weights(layer, &weights), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(layer->weights.gate_up == gate_up.data, layout == EPMOE_LAYOUT_PACKED);
+    cr_assert_eq(epmoe_layer_forward(layer, x, y, kTokens, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    double error = testing_rel_error(y, EPMOE_F32, ref, kTokens * kD);
+    cr_assert(error <= 1e-5, "%s and %s: %g", epmoe_format_string(gate_up_format), epmoe_format_string(down_format),
+              error);
+    free(plain_gate_up), free(plain_down);
+    epmoe_layer_destroy(layer);
+    epmoe_comm_destroy(comm);
+    quant_case_free(&gate_up), quant_case_free(&down);
+}
+
+Test(layer_quant, arrays_of_every_format)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    for (int layout = EPMOE_LAYOUT_GATE_FIRST; layout <= EPMOE_LAYOUT_INTERLEAVED; layout++) {
+        run_case(&rng, EPMOE_FORMAT_GPTQ, QUANT_INDEX_EVEN, EPMOE_FORMAT_AWQ, (epmoe_layout_t)layout);
+        run_case(&rng, EPMOE_FORMAT_GPTQ, QUANT_INDEX_ANY, EPMOE_FORMAT_CT_W4, (epmoe_layout_t)layout);
+        run_case(&rng, EPMOE_FORMAT_AWQ, QUANT_INDEX_NONE, EPMOE_FORMAT_FP8_BLOCK, (epmoe_layout_t)layout);
+        run_case(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_FORMAT_MXFP4, (epmoe_layout_t)layout);
+        run_case(&rng, EPMOE_FORMAT_MXFP4, QUANT_INDEX_NONE, EPMOE_FORMAT_W4, (epmoe_layout_t)layout);
+    }
+}
+
+/* Borrowed, not copied; kF is a multiple of the blocks' height, so that both readings of FP8's scales agree. */
+Test(layer_quant, packed_weights_are_borrowed)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    run_case(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_FORMAT_W4, EPMOE_LAYOUT_PACKED);
+    run_case(&rng, EPMOE_FORMAT_MXFP4, QUANT_INDEX_NONE, EPMOE_FORMAT_FP8_BLOCK, EPMOE_LAYOUT_PACKED);
+    run_case(&rng, EPMOE_FORMAT_W4, QUANT_INDEX_NONE, EPMOE_FORMAT_MXFP4, EPMOE_LAYOUT_PACKED);
+}
+
+/* What fits no packed layout is computed in fp32, which is said once per matrix; what fits says nothing. */
+Test(layer_quant, fallback_to_fp32_is_said)
+{
+    static const struct {
+        epmoe_format_t gate_up;
+        quant_index_t index;
+        epmoe_layout_t layout;
+        const char *warnings;
+    } cases[] = {
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_GATE_FIRST, ""},
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_PACKED, ""},
+        {EPMOE_FORMAT_GPTQ, QUANT_INDEX_EVEN, EPMOE_LAYOUT_INTERLEAVED, ""},
+        {EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_LAYOUT_INTERLEAVED,
+         "weights: quantised weights gate_up are kept as fp32: expert 0 gate: its rows cut blocks of fp8_block that "
+         "have "
+         "one scale\n"},
+        {EPMOE_FORMAT_CT_W4, QUANT_INDEX_ANY, EPMOE_LAYOUT_GATE_FIRST,
+         "weights: quantised weights gate_up are kept as fp32: expert 0 gate: the groups of its g_idx are not all of "
+         "group_size columns\n"},
+    };
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_set_log(keep_warning, NULL);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        warnings[0] = 0;
+        epmoe_format_t down = EPMOE_FORMAT_MXFP4;
+        run_case(&rng, cases[i].gate_up, cases[i].index, down, cases[i].layout);
+        cr_assert_str_eq(warnings, cases[i].warnings);
+    }
+    epmoe_set_log(NULL, NULL);
+}
