@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #define SIZE      4
-#define TIMEOUT_S 1.5
+#define TIMEOUT_S 0.5
 
 typedef struct scene_t {
     exchange_case_t exchange;
@@ -24,13 +24,14 @@ typedef struct scene_t {
 static void play(scene_t *scene, int32_t variant, testing_rank_fn fn, int32_t failed_releases)
 {
     scene->variant = variant;
+    /* One draw, in which every rank has rows to exchange with rank 2: one that had none would not wait for it. */
     scene->exchange = (exchange_case_t){.size = SIZE,
                                         .num_experts = 9,
                                         .top_k = 3,
                                         .hidden = 40,
                                         .dtype = EPMOE_BF16,
                                         .tokens = {5, 8, 3, 6},
-                                        .seed = testing_seed()};
+                                        .seed = 1};
     int64_t live = epmoei_alloc_live();
     testing_ranks_t *ranks = testing_ranks_create(SIZE);
     testing_ranks_run(ranks, fn, scene);
@@ -139,10 +140,10 @@ Test(comm_faults, rank_that_never_comes)
         scene_t scene = {0};
         play(&scene, variant, absent_rank, SIZE - 1);
         for (int32_t r = 0; r < SIZE; r++) {
-            cr_expect_lt(scene.after_seconds[r], 0.5, "rank %d took %g s after the failure", r, scene.after_seconds[r]);
+            cr_expect_lt(scene.after_seconds[r], 0.1, "rank %d took %g s after the failure", r, scene.after_seconds[r]);
             if (r == 2) continue;
             cr_expect_eq(scene.status[r], EPMOE_ERROR_TIMEOUT, "variant %d rank %d: %s", variant, r, scene.text[r]);
-            cr_expect(scene.seconds[r] >= 0.8 * TIMEOUT_S && scene.seconds[r] <= TIMEOUT_S + 0.5, "rank %d: %g s", r,
+            cr_expect(scene.seconds[r] >= 0.8 * TIMEOUT_S && scene.seconds[r] <= TIMEOUT_S + 0.05, "rank %d: %g s", r,
                       scene.seconds[r]);
             char own[64];
             snprintf(own, sizeof own, "rank %d of %d gave up", r, SIZE);

@@ -1,6 +1,7 @@
 /* Grouped GEMM against fp64, tier against tier, and its edges. */
 #include "base/dtype.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_tile.h"
 #include "tests/testing.h"
 
 #include <criterion/criterion.h>
@@ -353,6 +354,27 @@ Test(grouped_gemm, sorted_rows_have_the_bits_of_their_slots)
             testing_buffer_free(by_slot), testing_buffer_free(by_row), testing_buffer_free(sorted_x);
             release(&p);
         }
+}
+
+/* Tiles of the CUDA kernels from the mean of rows per expert: by hand, then what the kernels count on. */
+Test(grouped_gemm, tile_choice)
+{
+    static const struct {
+        int32_t experts, rows, sm80, sm90;
+    } cases[] = {{128, 8, 16, 64},     {8, 128, 16, 64},    {8, 136, 32, 64},       {128, 4096, 32, 64},
+                 {128, 4608, 64, 64},  {128, 8192, 64, 96}, {256, 32768, 128, 192}, {128, 32768, 128, 256},
+                 {8, 16384, 128, 256}, {1, 1, 16, 64},      {4096, 4096, 16, 64}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        cr_expect_eq(epmoei_grouped_gemm_tile_sm80(cases[i].experts, cases[i].rows), cases[i].sm80, "case %zu", i);
+        cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
+                     epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows));
+    }
+    for (int64_t rows = 1, last = 0; rows < INT32_MAX; rows += rows / 3 + 1) {
+        int32_t width = epmoei_grouped_gemm_width_sm90(60, rows);
+        cr_expect(width >= 64 && width <= 256 && width % 32 == 0 && width >= last, "%lld rows: %d", (long long)rows,
+                  width);
+        last = width;
+    }
 }
 
 Test(grouped_gemm, every_fp16_pattern_is_widened_exactly)

@@ -126,6 +126,9 @@ epmoe_status_t op_run_dequant(op_context_t *context);
 extern const op_tensor_t op_quantize_fp8_tensors[], op_dequant_tensors[];
 extern const op_key_t op_quantize_fp8_keys[], op_dequant_keys[];
 
+/* What an op that got no output or workspace returns. */
+#define OP_NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
+
 /* A tensor of the output file in the backend's memory, poisoned: floats are NaN, so that what the op leaves out cannot
  * pass for a result. NULL when there is no memory. */
 void *op_output(op_context_t *context, const char *name, epmoe_dtype_t dtype, int32_t num_dims, const int64_t *shape);

@@ -2,10 +2,6 @@
 
 #include "base/device.h"
 
-#define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
-
-#define LAYOUTS "v1,nhd,hnd" /* = epmoe_cache_layout_t */
-
 /* ------------------------------------------------------------------------------------------------------ attention */
 
 const op_tensor_t op_attention_tensors[] = {
@@ -22,7 +18,7 @@ const op_tensor_t op_attention_tensors[] = {
     {0},
 };
 const op_key_t op_attention_keys[] = {
-    {.name = "layout", .kind = OP_CHOICE, .choices = LAYOUTS, .initial = "v1"},
+    {.name = "layout", .kind = OP_CHOICE, .choices = OP_CACHE_LAYOUTS, .initial = "v1"},
     {.name = "scale", .kind = OP_REAL},
     {.name = "window", .kind = OP_LIMIT, .initial = "0"},
     {.name = "kv_heads", .kind = OP_COUNT},
@@ -106,7 +102,7 @@ epmoe_status_t op_attention_run(op_context_t *context)
                            op_dim(context, 'Q'), (long long)args.num_seqs + 1);
     EPMOEI_CHECK(take_cache_shape(context, &args));
     args.o = op_output(context, "o", q->dtype, OP_SHAPE(args.num_tokens, args.num_heads, args.value_dim));
-    if (!args.o) return NO_MEMORY;
+    if (!args.o) return OP_NO_MEMORY;
     /* Rows past the last query are not the op's to write: in the file they are zeros. */
     int64_t row_bytes = (int64_t)args.num_heads * args.value_dim * epmoe_dtype_size(args.dtype);
     const int32_t *start = op_tensor(context, "query_start")->host;
@@ -147,7 +143,7 @@ epmoe_status_t op_sample_run(op_context_t *context)
     args.top_p = op_real(context, "top_p");
     args.min_p = op_real(context, "min_p");
     args.tokens = op_output(context, "token", EPMOE_I32, OP_SHAPE(args.num_rows));
-    return args.tokens ? epmoe_sample(&args, NULL) : NO_MEMORY;
+    return args.tokens ? epmoe_sample(&args, NULL) : OP_NO_MEMORY;
 }
 
 /* ---------------------------------------------------------------------------------------------------- spec_verify */
@@ -180,5 +176,5 @@ epmoe_status_t op_spec_verify_run(op_context_t *context)
                            places, (long long)args.num_drafts + 1);
     args.tokens = op_output(context, "tokens", EPMOE_I32, OP_SHAPE(args.num_rows, places));
     args.accepted = op_output(context, "accepted", EPMOE_I32, OP_SHAPE(args.num_rows));
-    return args.tokens && args.accepted ? epmoe_spec_verify(&args, NULL) : NO_MEMORY;
+    return args.tokens && args.accepted ? epmoe_spec_verify(&args, NULL) : OP_NO_MEMORY;
 }

@@ -5,11 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
-
 #define QUANTS  "none,tensor,token,block128" /* 0, and epmoe_granularity_t */
 #define STYLES  "neox,gptj"                  /* = epmoe_rope_style_t */
-#define LAYOUTS "v1,nhd,hnd"                 /* = epmoe_cache_layout_t */
 #define BOOLEAN "0,1"
 
 /* ------------------------------------------------------------------------------------------------------- rms_norm */
@@ -59,14 +56,14 @@ epmoe_status_t op_rms_norm_run(op_context_t *context)
     EPMOEI_CHECK(take_static_scale(context, &args));
     epmoe_dtype_t y_dtype = args.quant == 0 ? x->dtype : EPMOE_F8_E4M3;
     args.y = op_output(context, "y", y_dtype, OP_SHAPE(args.num_tokens, args.hidden));
-    if (!args.y) return NO_MEMORY;
-    if (residual->present && !(args.residual = op_output_copy(context, "residual", residual))) return NO_MEMORY;
+    if (!args.y) return OP_NO_MEMORY;
+    if (residual->present && !(args.residual = op_output_copy(context, "residual", residual))) return OP_NO_MEMORY;
     if (args.quant == EPMOE_GRANULARITY_TENSOR && !op_output_copy(context, "scale", op_tensor(context, "scale")))
-        return NO_MEMORY;
+        return OP_NO_MEMORY;
     int64_t scales = args.quant == EPMOE_GRANULARITY_BLOCK128 ? epmoei_ceil_div(args.hidden, 128) : 1;
     if (args.quant == EPMOE_GRANULARITY_TOKEN || args.quant == EPMOE_GRANULARITY_BLOCK128) {
         args.scale = op_output(context, "scale", EPMOE_F32, OP_SHAPE(args.num_tokens, scales));
-        if (!args.scale) return NO_MEMORY;
+        if (!args.scale) return OP_NO_MEMORY;
     }
     return epmoe_rms_norm(&args, NULL);
 }
@@ -124,7 +121,7 @@ epmoe_status_t op_rope_run(op_context_t *context)
     EPMOEI_CHECK(take_rotary_dim(context, args.head_dim, &args.rotary_dim));
     args.q = op_output_copy(context, "q", q);
     args.k = op_output_copy(context, "k", k);
-    return args.q && args.k ? epmoe_rope(&args, NULL) : NO_MEMORY;
+    return args.q && args.k ? epmoe_rope(&args, NULL) : OP_NO_MEMORY;
 }
 
 const op_tensor_t op_qk_norm_rope_tensors[] = {
@@ -171,7 +168,7 @@ epmoe_status_t op_qk_norm_rope_run(op_context_t *context)
                            epmoe_dtype_string(k_weight->dtype), epmoe_dtype_string(q_weight->dtype));
     EPMOEI_CHECK(take_rotary_dim(context, args.head_dim, &args.rotary_dim));
     args.qkv = op_output_copy(context, "qkv", qkv);
-    return args.qkv ? epmoe_qk_norm_rope(&args, NULL) : NO_MEMORY;
+    return args.qkv ? epmoe_qk_norm_rope(&args, NULL) : OP_NO_MEMORY;
 }
 
 /* ---------------------------------------------------------------------------------------------------- cache_write */
@@ -187,7 +184,7 @@ const op_tensor_t op_cache_write_tensors[] = {
     {0},
 };
 const op_key_t op_cache_write_keys[] = {
-    {.name = "layout", .kind = OP_CHOICE, .choices = LAYOUTS, .initial = "v1"},
+    {.name = "layout", .kind = OP_CHOICE, .choices = OP_CACHE_LAYOUTS, .initial = "v1"},
     {.name = "kv", .kind = OP_CHOICE, .choices = "auto,fp8", .initial = "auto"},
     {0},
 };
@@ -271,5 +268,5 @@ epmoe_status_t op_cache_write_run(op_context_t *context)
     EPMOEI_CHECK(take_cache_shape(context, &args));
     args.key_cache = op_output_copy(context, "key_cache", key_cache);
     args.value_cache = op_output_copy(context, "value_cache", value_cache);
-    return args.key_cache && args.value_cache ? epmoe_cache_write(&args, NULL) : NO_MEMORY;
+    return args.key_cache && args.value_cache ? epmoe_cache_write(&args, NULL) : OP_NO_MEMORY;
 }

@@ -4,6 +4,8 @@
 
 #include "tools/tool_op.h"
 
+#define OP_CACHE_LAYOUTS "v1,nhd,hnd" /* = epmoe_cache_layout_t */
+
 extern const op_tensor_t op_rms_norm_tensors[], op_rope_tensors[], op_qk_norm_rope_tensors[], op_cache_write_tensors[];
 extern const op_key_t op_rms_norm_keys[], op_rope_keys[], op_qk_norm_rope_keys[], op_cache_write_keys[];
 epmoe_status_t op_rms_norm_run(op_context_t *context);

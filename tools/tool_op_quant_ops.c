@@ -1,8 +1,6 @@
 /* The ops that only quantise or dequantise. */
 #include "tools/tool_op.h"
 
-#define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
-
 const op_tensor_t op_quantize_fp8_tensors[] = {
     {.name = "x", .shape = "T,d", .kind = OP_FLOAT},
     {.name = "scale_ub", .shape = "1", .kind = OP_AS_F32, .optional = true},
@@ -35,7 +33,7 @@ epmoe_status_t op_run_quantize_fp8(op_context_t *context)
     case EPMOE_GRANULARITY_TOKEN: args.scale = op_output(context, "scale", EPMOE_F32, OP_SHAPE(tokens, 1)); break;
     default: args.scale = op_output(context, "scale", EPMOE_F32, OP_SHAPE(tokens, blocks)); break;
     }
-    return args.q && args.scale ? epmoe_quantize_fp8(&args, NULL) : NO_MEMORY;
+    return args.q && args.scale ? epmoe_quantize_fp8(&args, NULL) : OP_NO_MEMORY;
 }
 
 const op_tensor_t op_dequant_tensors[] = {
@@ -54,5 +52,5 @@ epmoe_status_t op_run_dequant(op_context_t *context)
     args.n = (int32_t)projection.rows;
     args.k = (int32_t)projection.cols;
     args.w = op_output(context, "w", EPMOE_F32, OP_SHAPE(args.n, args.k));
-    return args.w ? epmoe_dequant(&args, NULL) : NO_MEMORY;
+    return args.w ? epmoe_dequant(&args, NULL) : OP_NO_MEMORY;
 }

@@ -4,8 +4,6 @@
 #include "base/device.h"
 #include "base/dtype.h"
 
-#define NO_MEMORY epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for the op's tensors")
-
 #define SCORINGS     "softmax,sigmoid,sqrtsoftplus,topk_softmax" /* = epmoe_scoring_t */
 #define GROUP_SCORES "top2,max"                                  /* = epmoe_group_score_t */
 #define ACTIVATIONS  "silu,gelu,gelu_tanh,swiglu_oai"            /* = epmoe_activation_t */
@@ -41,7 +39,7 @@ static epmoe_status_t run_topk(op_context_t *context)
                            args.num_experts < EPMOE_MAX_TOP_K ? args.num_experts : EPMOE_MAX_TOP_K, args.num_experts);
     args.ids = op_output(context, "ids", EPMOE_I32, OP_SHAPE(args.num_tokens, args.top_k));
     args.weights = op_output(context, "weights", EPMOE_F32, OP_SHAPE(args.num_tokens, args.top_k));
-    return args.ids && args.weights ? epmoe_topk(&args, NULL) : NO_MEMORY;
+    return args.ids && args.weights ? epmoe_topk(&args, NULL) : OP_NO_MEMORY;
 }
 
 static epmoe_status_t run_align(op_context_t *context)
@@ -66,7 +64,7 @@ static epmoe_status_t run_align(op_context_t *context)
     args.sorted_ids = op_output(context, "sorted_ids", EPMOE_I32, OP_SHAPE(padded));
     args.expert_ids = op_output(context, "expert_ids", EPMOE_I32, OP_SHAPE(padded / args.block_size));
     args.num_post_padded = op_output(context, "num_post_padded", EPMOE_I32, OP_SHAPE(1));
-    if (!args.workspace || !args.sorted_ids || !args.expert_ids || !args.num_post_padded) return NO_MEMORY;
+    if (!args.workspace || !args.sorted_ids || !args.expert_ids || !args.num_post_padded) return OP_NO_MEMORY;
     return epmoe_align_block_size(&args, NULL);
 }
 
@@ -115,13 +113,13 @@ static epmoe_status_t run_grouped_gemm(op_context_t *context)
     args.fp8_activations = op_number(context, "act");
     int64_t offsets_bytes = ((int64_t)args.num_experts + 1) * 4;
     int32_t *offsets = op_host_scratch(context, offsets_bytes);
-    if (!offsets) return NO_MEMORY;
+    if (!offsets) return OP_NO_MEMORY;
     EPMOEI_CHECK(sum_counts(op_tensor(context, "counts")->host, args.num_experts, args.max_rows, offsets));
     EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes));
     int32_t *placed = op_scratch(context, offsets_bytes);
     args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.max_rows, args.n));
     args.workspace = op_scratch(context, args.workspace_bytes);
-    if (!placed || !args.y || !args.workspace) return NO_MEMORY;
+    if (!placed || !args.y || !args.workspace) return OP_NO_MEMORY;
     EPMOEI_CHECK(epmoei_memory_copy(args.backend, placed, offsets, offsets_bytes, NULL));
     EPMOEI_CHECK(clear_rows(&args, offsets[args.num_experts]));
     args.expert_offsets = placed;
@@ -178,7 +176,7 @@ static epmoe_status_t run_experts(op_context_t *context)
     args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.num_tokens, args.hidden));
     EPMOEI_CHECK(epmoe_experts_workspace_size(&args, &args.workspace_bytes));
     args.workspace = op_scratch(context, args.workspace_bytes);
-    return args.y && args.workspace ? epmoe_experts(&args, NULL) : NO_MEMORY;
+    return args.y && args.workspace ? epmoe_experts(&args, NULL) : OP_NO_MEMORY;
 }
 
 static epmoe_status_t run_silu_and_mul(op_context_t *context)
@@ -194,7 +192,7 @@ static epmoe_status_t run_silu_and_mul(op_context_t *context)
     args.alpha = op_real(context, "alpha");
     args.limit = op_real(context, "limit");
     args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.num_tokens, args.width));
-    return args.y ? epmoe_silu_and_mul(&args, NULL) : NO_MEMORY;
+    return args.y ? epmoe_silu_and_mul(&args, NULL) : OP_NO_MEMORY;
 }
 
 static epmoe_status_t run_sum(op_context_t *context)
@@ -209,7 +207,7 @@ static epmoe_status_t run_sum(op_context_t *context)
     args.y = y->data;
     args.weights = op_tensor(context, "weights")->data;
     args.out = op_output(context, "out", y->dtype, OP_SHAPE(args.num_tokens, args.hidden));
-    return args.out ? epmoe_sum(&args, NULL) : NO_MEMORY;
+    return args.out ? epmoe_sum(&args, NULL) : OP_NO_MEMORY;
 }
 
 static const op_tensor_t topk_tensors[] = {

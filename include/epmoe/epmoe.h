@@ -1360,12 +1360,16 @@ typedef struct epmoe_head_config_t {
 
 EPMOE_API epmoe_status_t epmoe_checkpoint_head_config(const epmoe_checkpoint_t *checkpoint,
                                                       epmoe_head_config_t *config);
+/* Allocates all that forward needs. INVALID_ARGUMENT for sizes out of range, NOT_SUPPORTED on CUDA; *head is NULL then.
+ */
 EPMOE_API epmoe_status_t epmoe_head_create(const epmoe_head_config_t *config, epmoe_head_t **head);
 EPMOE_API void epmoe_head_destroy(epmoe_head_t *head); /* NULL is legal */
 /* The final norm, and lm_head or, where the model ties them, the embedding. Local. After a failure the head has no
- * weights. */
+ * weights. MISMATCH when the config is not the checkpoint's; FORMAT and NOT_SUPPORTED as epmoe_layer_load_checkpoint.
+ */
 EPMOE_API epmoe_status_t epmoe_head_load_checkpoint(epmoe_head_t *head, const epmoe_checkpoint_t *checkpoint);
-/* x [T,d] of dtype, logits out [T,V]. BAD_STATE before weights were loaded. */
+/* x [T,d] of dtype, logits out [T,V] fp32; T = 0 is a no-op. INVALID_ARGUMENT for T outside 0..max_tokens or a NULL
+ * pointer, BAD_STATE before weights were loaded. */
 EPMOE_API epmoe_status_t epmoe_head_forward(epmoe_head_t *head, const void *x, float *logits, int32_t num_tokens,
                                             epmoe_stream_t stream);
 
