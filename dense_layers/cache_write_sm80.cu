@@ -28,7 +28,8 @@ struct cache_write_t {
     const void *slots;
     int32_t *error_word;
     int64_t num_slots;
-    int64_t runs; /* of kRun columns, of a token's keys, and as many of its values */
+    int64_t runs;     /* of kRun columns, of a token's keys, and as many of its values */
+    int64_t all_runs; /* of both, or of the keys alone */
     int32_t num_tokens;
     int32_t head_dim;
     int32_t block_size;
@@ -128,7 +129,7 @@ static __global__ void __launch_bounds__(256, 4) cache_write_kernel(cache_write_
     const int64_t inside =
         head * side.head_step + in_head / side.run * side.run_step + in_head % side.run * (int64_t)side.column_step;
     epmoei_begin_dependent();
-    if (all >= 2 * p.runs) return;
+    if (all >= p.all_runs) return;
     const bool counts = all == 0;
     epmoei_divisor_t divisor = {1.0f, 1.0f, 1.0f};
     if (sizeof(Stored) == 1 && side.scale) divisor = epmoei_divisor(*side.scale);
@@ -158,10 +159,11 @@ template <typename T, typename Stored, int kRun>
 static epmoe_status_t launch_runs(cache_write_t p, const epmoe_cache_write_args_t *args, epmoe_stream_t stream)
 {
     p.runs = (int64_t)args->num_kv_heads * args->head_dim / kRun;
+    p.all_runs = args->value ? 2 * p.runs : p.runs;
     /* In V1 the places of a block are neighbours, so neighbouring threads take neighbouring tokens. */
     int32_t lanes = 1;
     for (; args->layout == EPMOE_CACHE_LAYOUT_V1 && lanes < 32 && lanes < args->num_tokens; lanes *= 2) p.log2_lanes++;
-    const epmoei_row_grid_t grid = epmoei_row_grid(epmoei_ceil_div(args->num_tokens, lanes), 2 * p.runs * lanes);
+    const epmoei_row_grid_t grid = epmoei_row_grid(epmoei_ceil_div(args->num_tokens, lanes), p.all_runs * lanes);
     return epmoei_cuda_status(
         (int32_t)epmoei_launch_dependent(cache_write_kernel<T, Stored, kRun>, grid.blocks, grid.threads, 0, stream, p),
         "epmoe_cache_write");
@@ -171,8 +173,8 @@ template <typename T, typename Stored>
 static epmoe_status_t launch(const cache_write_t &p, const epmoe_cache_write_args_t *args, epmoe_stream_t stream)
 {
     constexpr int kRun = epmoei_part_size<T>;
-    bool whole = args->head_dim % kRun == 0 && args->key_stride % kRun == 0 && args->value_stride % kRun == 0;
-    whole = whole && args->key_block_stride % kRun == 0 && args->value_block_stride % kRun == 0;
+    bool whole = args->head_dim % kRun == 0 && args->key_stride % kRun == 0 && args->key_block_stride % kRun == 0;
+    whole = whole && (!args->value || (args->value_stride % kRun == 0 && args->value_block_stride % kRun == 0));
     whole = whole && (args->layout != EPMOE_CACHE_LAYOUT_V1 || args->key_pack % kRun == 0);
     return whole ? launch_runs<T, Stored, kRun>(p, args, stream) : launch_runs<T, Stored, 1>(p, args, stream);
 }

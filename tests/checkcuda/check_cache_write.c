@@ -25,6 +25,7 @@ typedef struct shape_t {
     float k_scale; /* 0 = NULL */
     int32_t unused_of_4;
     bool ascending; /* slots one after another, as in a prefill */
+    bool keys_alone;
 } shape_t;
 
 static void set_slot(char *slots, epmoe_dtype_t dtype, int64_t t, int64_t slot)
@@ -39,7 +40,8 @@ static void set_slot(char *slots, epmoe_dtype_t dtype, int64_t t, int64_t slot)
 static void fill(testing_rng_t *rng, check_case_t *c, const shape_t *shape)
 {
     static const float edges[] = {NAN, -INFINITY, INFINITY, -0.0f, 3e38f, 1e-40f};
-    check_field_t *key = check_find(c, "key"), *value = check_find(c, "value"), *slots = check_find(c, "slots");
+    check_field_t *key = check_find(c, "key"), *slots = check_find(c, "slots");
+    check_field_t *value = shape->keys_alone ? NULL : check_find(c, "value");
     int64_t size = epmoe_dtype_size(shape->dtype), n = (int64_t)shape->heads * shape->dim;
     int32_t num_slots = shape->blocks * shape->block_size, *order = malloc((size_t)num_slots * sizeof *order);
     if (!order) abort();
@@ -51,7 +53,7 @@ static void fill(testing_rng_t *rng, check_case_t *c, const shape_t *shape)
     for (int64_t t = 0; t < shape->tokens; t++) {
         bool used = testing_range(rng, 0, 3) >= shape->unused_of_4;
         set_slot(slots->host, shape->slots_dtype, t, used ? order[t] : -1);
-        for (int32_t side = 0; side < 2; side++) {
+        for (int32_t side = 0; side < (shape->keys_alone ? 1 : 2); side++) {
             char *row = side ? value->host + t * value->cols * size : key->host + t * key->cols * size;
             memset(row, 0x7F, (size_t)(n * size));
             if (!used) continue;
@@ -66,10 +68,11 @@ static void fill(testing_rng_t *rng, check_case_t *c, const shape_t *shape)
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
     check_case(c, &op,
-               "T %d heads %d D %d S %d B %d layout %d pack %d pad %d %s %s codes %d scale %g unused %d/4 asc %d",
+               "T %d heads %d D %d S %d B %d layout %d pack %d pad %d %s %s codes %d scale %g unused %d/4 asc %d keys "
+               "alone %d",
                shape->tokens, shape->heads, shape->dim, shape->block_size, shape->blocks, (int)shape->layout,
                shape->pack, shape->pad, epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->slots_dtype),
-               shape->codes, (double)shape->k_scale, shape->unused_of_4, shape->ascending);
+               shape->codes, (double)shape->k_scale, shape->unused_of_4, shape->ascending, shape->keys_alone);
     c->compare = check_compare_bits;
     epmoe_cache_write_args_t args = EPMOE_CACHE_WRITE_ARGS_INIT;
     int64_t tokens = shape->tokens, row = (int64_t)shape->heads * shape->dim;
@@ -90,11 +93,14 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.value_block_stride = row * shape->block_size + 3 * shape->pad;
     memcpy(c->args, &args, sizeof args);
     CHECK_ADD(c, epmoe_cache_write_args_t, key, CHECK_IN, shape->dtype, tokens, args.key_stride, 16);
-    CHECK_ADD(c, epmoe_cache_write_args_t, value, CHECK_IN, shape->dtype, tokens, args.value_stride, 16);
+    if (!shape->keys_alone)
+        CHECK_ADD(c, epmoe_cache_write_args_t, value, CHECK_IN, shape->dtype, tokens, args.value_stride, 16);
     CHECK_ADD(c, epmoe_cache_write_args_t, slots, CHECK_IN, shape->slots_dtype, 1, tokens,
               epmoe_dtype_size(shape->slots_dtype));
     CHECK_ADD(c, epmoe_cache_write_args_t, key_cache, CHECK_OUT, cache, shape->blocks, args.key_block_stride, 16);
-    CHECK_ADD(c, epmoe_cache_write_args_t, value_cache, CHECK_OUT, cache, shape->blocks, args.value_block_stride, 16);
+    if (!shape->keys_alone)
+        CHECK_ADD(c, epmoe_cache_write_args_t, value_cache, CHECK_OUT, cache, shape->blocks, args.value_block_stride,
+                  16);
     if (shape->codes && shape->k_scale > 0) {
         *(float *)CHECK_ADD(c, epmoe_cache_write_args_t, k_scale, CHECK_IN, EPMOE_F32, 1, 1, 4) = shape->k_scale;
         *(float *)CHECK_ADD(c, epmoe_cache_write_args_t, v_scale, CHECK_IN, EPMOE_F32, 1, 1, 4) = 3 * shape->k_scale;
@@ -138,7 +144,8 @@ static void check_shapes(testing_rng_t *rng)
                                  .codes = variant / 2 % 2,
                                  .k_scale = variant / 4 % 2 ? 0.37f : 0,
                                  .unused_of_4 = (int32_t)(t + k) % 3,
-                                 .ascending = variant / 5 % 2};
+                                 .ascending = variant / 5 % 2,
+                                 .keys_alone = variant % 4 == 3};
                 fit_pack(&shape);
                 int64_t elements = (int64_t)shape.tokens * shape.heads * shape.dim;
                 if (elements > 1 << 20 || check_skips(elements)) continue;
@@ -166,7 +173,8 @@ static void check_options(testing_rng_t *rng)
                          .slots_dtype = testing_range(rng, 0, 1) ? EPMOE_I64 : EPMOE_I32,
                          .k_scale = ldexpf(1.3f, testing_range(rng, -3, 3)),
                          .unused_of_4 = testing_range(rng, 0, 2),
-                         .ascending = testing_range(rng, 0, 1)};
+                         .ascending = testing_range(rng, 0, 1),
+                         .keys_alone = testing_range(rng, 0, 2) == 0};
         fit_pack(&shape);
         shape.blocks = 2 + shape.tokens / shape.block_size;
         run_one(rng, &shape);
@@ -213,7 +221,8 @@ static void check_calls(testing_rng_t *rng)
                          .slots_dtype = i / 3 % 2 ? EPMOE_I64 : EPMOE_I32,
                          .codes = i / 3 % 2,
                          .k_scale = 0.5f,
-                         .unused_of_4 = 1};
+                         .unused_of_4 = 1,
+                         .keys_alone = i % 4 == 3};
         check_case_t c;
         make(&c, rng, &shape);
         check_misaligned(&c);
