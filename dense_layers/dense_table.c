@@ -35,6 +35,7 @@ static const epmoei_dense_table_t sm80_table = {
     .rope = epmoei_rope_sm80,
     .qk_norm_rope = epmoei_qk_norm_rope_sm80,
     .cache_write = epmoei_cache_write_sm80,
+    .attention = epmoei_attention_sm80,
 };
 #endif
 

@@ -116,6 +116,7 @@ void check_rms_norm(testing_rng_t *rng);
 void check_rope(testing_rng_t *rng);
 void check_qk_norm_rope(testing_rng_t *rng);
 void check_cache_write(testing_rng_t *rng);
+void check_attention(testing_rng_t *rng);
 void check_large(testing_rng_t *rng);
 
 #endif

@@ -23,6 +23,7 @@ static const struct {
               {"rope", check_rope},
               {"qk_norm_rope", check_qk_norm_rope},
               {"cache_write", check_cache_write},
+              {"attention", check_attention},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)
