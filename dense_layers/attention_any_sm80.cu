@@ -173,5 +173,6 @@ extern "C" epmoe_status_t epmoei_attention_sm80(const epmoe_attention_args_t *ar
     if (plan.way == EPMOEI_ATTENTION_LATENT) return epmoei_attention_latent_sm80(args, &plan, stream);
     if (plan.decode) EPMOEI_CHECK(epmoei_attention_decode_sm80(args, &plan, stream));
     if (!plan.prefill) return EPMOE_OK;
-    return epmoei_attention_prefill_sm80(args, &plan, stream);
+    return plan.prefill_sm90 ? epmoei_attention_prefill_sm90(args, &plan, stream)
+                             : epmoei_attention_prefill_sm80(args, &plan, stream);
 }
