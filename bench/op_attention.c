@@ -11,7 +11,7 @@
 #define DECODE_CONTEXT 4096
 #define MLA_LATENT     512
 #define MLA_SCALE      0.0721687836f /* 192^-0.5: of a head before absorption */
-#define VOCAB          131072
+#define VOCAB          128256
 #define DRAFTS         3
 /* The references are plain loops: of many rows they compute this many. */
 #define REFERENCE_ROWS 8

@@ -36,6 +36,8 @@ static const epmoei_dense_table_t sm80_table = {
     .qk_norm_rope = epmoei_qk_norm_rope_sm80,
     .cache_write = epmoei_cache_write_sm80,
     .attention = epmoei_attention_sm80,
+    .sample = epmoei_sample_sm80,
+    .spec_verify = epmoei_spec_verify_sm80,
 };
 #endif
 

@@ -804,8 +804,7 @@ EPMOE_API epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epm
  * count draws the same token. A token below 2^-40 of the likeliest is never drawn.
  * NaN counts as -inf, +inf as the largest finite number. A row of nothing but -inf gets token -1.
  * Errors: INVALID_ARGUMENT for V outside 1..EPMOE_MAX_VOCAB, temperature negative or not finite, top_k below -1, top_p
- * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU. NOT_SUPPORTED
- * on CUDA.
+ * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU.
  * Floor: bytes = B*V*b. */
 typedef struct epmoe_sample_args_t {
     size_t struct_size;
@@ -843,7 +842,7 @@ EPMOE_API epmoe_status_t epmoe_sample(const epmoe_sample_args_t *args, epmoe_str
  *   - In a draw probabilities are clamped to [0,1] and NaN counts as 0; in an accept test a NaN rejects. A draw from
  *     nothing but zeros gives token -1.
  * Errors: INVALID_ARGUMENT for G < 0, V outside 1..EPMOE_MAX_VOCAB, on the CPU an id outside [-1,V) in front of the
- * first -1, uniform outside [0,1] or NaN. NOT_SUPPORTED on CUDA.
+ * first -1, uniform outside [0,1] or NaN. On CUDA such an id counts as -1.
  * Floor: bytes = 8*B*V (difference) or 4*B*V (bonus), plus 20*B*(G+1). */
 typedef struct epmoe_spec_verify_args_t {
     size_t struct_size;

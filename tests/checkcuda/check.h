@@ -117,6 +117,8 @@ void check_rope(testing_rng_t *rng);
 void check_qk_norm_rope(testing_rng_t *rng);
 void check_cache_write(testing_rng_t *rng);
 void check_attention(testing_rng_t *rng);
+void check_sample(testing_rng_t *rng);
+void check_spec_verify(testing_rng_t *rng);
 void check_large(testing_rng_t *rng);
 
 #endif

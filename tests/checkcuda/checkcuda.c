@@ -24,6 +24,8 @@ static const struct {
               {"qk_norm_rope", check_qk_norm_rope},
               {"cache_write", check_cache_write},
               {"attention", check_attention},
+              {"sample", check_sample},
+              {"spec_verify", check_spec_verify},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)
