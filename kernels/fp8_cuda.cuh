@@ -28,6 +28,25 @@ __device__ __forceinline__ uint32_t epmoei_to_e4m3x2(float low, float high)
 #endif
 }
 
+/* The two codes in the low 16 bits as fp16, exactly; 0x7F and 0xFF are NaN. */
+__device__ __forceinline__ uint32_t epmoei_e4m3x2_to_f16x2(uint32_t codes)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    return ptx_f16x2_of_e4m3x2(codes);
+#else
+    const uint32_t spread = (codes & 0xFFu) | (codes & 0xFF00u) << 8;
+    /* As fp16 the shifted codes are 2^-8 of the values, subnormals included. */
+    const uint32_t small = (spread & 0x00800080u) << 8 | (spread & 0x007F007Fu) << 7;
+    const uint32_t nan = __vcmpeq2(spread & 0x007F007Fu, 0x007F007Fu) & 0x7E007E00u;
+    __half2 pair;
+    memcpy(&pair, &small, 4);
+    pair = __hmul2(pair, __float2half2_rn(256.0f));
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word | nan;
+#endif
+}
+
 /* One code at any address, or 4 or 8 at an address aligned to as many bytes. */
 template <int kCount> __device__ __forceinline__ void epmoei_store_e4m3(uint8_t *codes, const float (&values)[kCount])
 {

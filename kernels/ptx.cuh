@@ -34,6 +34,12 @@ template <int kPending> __device__ __forceinline__ void ptx_cp_async_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/* Barrier `id` (1..15) among `threads` threads. */
+__device__ __forceinline__ void ptx_barrier(int32_t id, int32_t threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /* A NaN on either side stays, which fminf and fmaxf drop. */
 __device__ __forceinline__ float ptx_min_nan(float a, float b)
 {
@@ -83,6 +89,14 @@ __device__ __forceinline__ uint32_t ptx_e4m3x2(float low, float high)
 {
     uint16_t r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+/* The E4M3 codes in the low 16 bits as fp16; devices from 8.9 on. */
+__device__ __forceinline__ uint32_t ptx_f16x2_of_e4m3x2(uint32_t codes)
+{
+    uint32_t r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((uint16_t)codes));
     return r;
 }
 
@@ -184,6 +198,15 @@ __device__ __forceinline__ void ptx_ldmatrix_x2(uint32_t (&r)[2], uint32_t share
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared)
+                 : "memory");
+}
+
+/* The same, transposed: a thread gets two rows of one column. */
+__device__ __forceinline__ void ptx_ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared)
                  : "memory");
 }

@@ -535,7 +535,8 @@ EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_s
 
 /* ---------------------------------------------------------------------------------------------------- dense ops */
 
-/* The ops of a decoder layer around its experts. On CUDA they are NOT_SUPPORTED by this version.
+/* The ops of a decoder layer around its experts. On CUDA positions and slots are aligned to their dtype and scales to
+ * 4 bytes; what is out of range there is counted, and the next host call reports it.
  * Strides are 64-bit element counts from row to row; 0 = the rows lie side by side. */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
@@ -585,7 +586,7 @@ typedef enum epmoe_rope_style_t {
  *     a' = a*c - b*s;  b' = b*c + a*s            fp32, rounded once
  * Columns from rotary_dim on are untouched. q and k may lie in one packed buffer.
  * Errors: INVALID_ARGUMENT for an odd rotary_dim, one above head_dim, sizes out of range, NULL pointers; on the CPU
- * also for a position outside [0, num_positions), and nothing is written.
+ * also for a position outside [0, num_positions), and nothing is written; on CUDA such a token passes through.
  * Floor: bytes = 2*T*(H+Hk)*rotary_dim*b + T*(4*rotary_dim + bytes of a position). */
 typedef struct epmoe_rope_args_t {
     size_t struct_size;
@@ -695,7 +696,8 @@ typedef enum epmoe_cache_layout_t {
  * value_cache both NULL: keys alone, as MLA's attention reads them.
  *
  * Errors: INVALID_ARGUMENT for sizes out of range, V1 with D not a multiple of x, NULL pointers with T > 0; on the CPU
- * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then.
+ * also for a slot outside [-1, B*S) and a scale that is not finite and above 0. Nothing is written then; on CUDA such
+ * a slot is skipped.
  *
  * Floor: bytes = 2*T*Hk*D*(b + b_cache) + T * bytes of a slot. */
 typedef struct epmoe_cache_write_args_t {
@@ -746,7 +748,10 @@ EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args,
  * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D or 0
  * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
  * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
- * read outside [0,N), k_scale or v_scale not finite and above 0. NOT_SUPPORTED on CUDA.
+ * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros and
+ * is reported as a bad id; the other data must be right.
+ * On CUDA the order of sums follows from the sizes in this struct and the lengths: the bits of a row do not depend on
+ * the data of other rows, but a call of other sizes may cut the contexts otherwise.
  * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
  * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
 typedef struct epmoe_attention_args_t {
@@ -780,8 +785,12 @@ typedef struct epmoe_attention_args_t {
     const int32_t *query_start; /* [B+1] */
     const float *sinks;         /* [H] or NULL */
     void *o;                    /* out [T,H,Dv] */
+    void *workspace;            /* CUDA: where parts of long contexts meet, so that few sequences fill the device; */
+    int64_t workspace_bytes;    /* with less than epmoe_attention_workspace_size they are cut into fewer parts */
 } epmoe_attention_args_t;
 #define EPMOE_ATTENTION_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_attention_args_t)
+/* Reads no device memory; lengths up to max_blocks * block_size are provided for. 0 on the CPU. */
+EPMOE_API epmoe_status_t epmoe_attention_workspace_size(const epmoe_attention_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epmoe_stream_t stream);
 
 #define EPMOE_MAX_VOCAB (1 << 22)
@@ -797,8 +806,7 @@ EPMOE_API epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epm
  * count draws the same token. A token below 2^-40 of the likeliest is never drawn.
  * NaN counts as -inf, +inf as the largest finite number. A row of nothing but -inf gets token -1.
  * Errors: INVALID_ARGUMENT for V outside 1..EPMOE_MAX_VOCAB, temperature negative or not finite, top_k below -1, top_p
- * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU. NOT_SUPPORTED
- * on CUDA.
+ * or min_p outside [0,1] or NaN (all also per row on the CPU), uniform outside [0,1] or NaN on the CPU.
  * Floor: bytes = B*V*b. */
 typedef struct epmoe_sample_args_t {
     size_t struct_size;
@@ -836,7 +844,7 @@ EPMOE_API epmoe_status_t epmoe_sample(const epmoe_sample_args_t *args, epmoe_str
  *   - In a draw probabilities are clamped to [0,1] and NaN counts as 0; in an accept test a NaN rejects. A draw from
  *     nothing but zeros gives token -1.
  * Errors: INVALID_ARGUMENT for G < 0, V outside 1..EPMOE_MAX_VOCAB, on the CPU an id outside [-1,V) in front of the
- * first -1, uniform outside [0,1] or NaN. NOT_SUPPORTED on CUDA.
+ * first -1, uniform outside [0,1] or NaN. On CUDA such an id counts as -1.
  * Floor: bytes = 8*B*V (difference) or 4*B*V (bonus), plus 20*B*(G+1). */
 typedef struct epmoe_spec_verify_args_t {
     size_t struct_size;

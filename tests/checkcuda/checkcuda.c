@@ -25,6 +25,13 @@ static const struct {
               {"quantize_fp8", check_quantize_fp8},
               {"gemm_quant", check_gemm_quant},
               {"few_quant", check_few_quant},
+              {"rms_norm", check_rms_norm},
+              {"rope", check_rope},
+              {"qk_norm_rope", check_qk_norm_rope},
+              {"cache_write", check_cache_write},
+              {"attention", check_attention},
+              {"sample", check_sample},
+              {"spec_verify", check_spec_verify},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)
