@@ -101,8 +101,9 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
     double *expected = calloc((size_t)n, sizeof *expected);
     for (int64_t i = 0; i < n; i++) expected[i] = (double)epmoei_load(cpu_y, config->dtype, i);
     bool bf16 = config->dtype == EPMOE_BF16;
-    /* The wgmma kernel multiplies by weights that are bf16: code times scale, rounded. */
-    bool rounded = bf16 && layer->weights.formats.gate_up == EPMOE_FORMAT_W4;
+    /* Weights widened to bf16 are rounded, and the wgmma kernel rounds code times scale to bf16. */
+    epmoe_format_t format = layer->weights.formats.gate_up;
+    bool rounded = bf16 && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_BF16);
     double error = testing_row_error(y, config->dtype, expected, num_tokens, config->hidden);
     /* A code of a quantised h falls the other way where h lies between two. */
     bool fp8 = config->fp8_activations == 1;

@@ -746,12 +746,11 @@ EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args,
  * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D or 0
  * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
  * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
- * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros and
- * is reported as a bad id; the other data must be right.
- * On CUDA the order of sums follows from the sizes in this struct and the lengths: the bits of a row do not depend on
- * the data of other rows, but a call of other sizes may cut the contexts otherwise.
- * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
- * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
+ * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros
+ * and is reported as a bad id; the other data must be right. On CUDA the order of sums follows from the sizes in this
+ * struct and the lengths: the bits of a row do not depend on the data of other rows, but a call of other sizes may cut
+ * the contexts otherwise. Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c
+ * = bytes per cached element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
 typedef struct epmoe_attention_args_t {
     size_t struct_size;
     epmoe_backend_t backend;

@@ -144,5 +144,5 @@ float *quant_weight_bias(const float *bias, const quant_weight_t *weight)
 double quant_weight_rounding(epmoe_format_t format, epmoe_dtype_t x_dtype)
 {
     bool rounds = epmoei_cuda_tier() == 90 && format == EPMOE_FORMAT_W4 && x_dtype == EPMOE_BF16;
-    return rounds ? 1.2e-2 : 0;
+    return rounds ? 4e-2 : 0;
 }

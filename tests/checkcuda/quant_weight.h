@@ -24,7 +24,8 @@ float *quant_weight_values(const epmoe_weight_t *arrays, const quant_weight_t *w
 /* A bias in the order of the weight's rows, in that of quant_weight_values; malloc'ed, NULL for NULL. */
 float *quant_weight_bias(const float *bias, const quant_weight_t *weight);
 /* What the tier's kernel adds to an output's error, relative to its row, by rounding code times scale to the type of x:
- * about 2^-9 of each product, and five times their mean square at most. */
+ * about 2^-9 of each product. Single outputs exceed their mean error several times, gated ones more than that; how the
+ * kernel rounds is checked closely by check_gemm_w4. */
 double quant_weight_rounding(epmoe_format_t format, epmoe_dtype_t x_dtype);
 
 #endif
