@@ -265,7 +265,8 @@ epmoe_status_t epmoei_error_word_check(void)
     if (!word || *word == 0 || holds) return EPMOE_OK;
     int32_t count = __atomic_exchange_n((int32_t *)(uintptr_t)word, 0, __ATOMIC_RELAXED);
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                       "%d ids or positions of earlier calls on this device were out of range and were skipped", count);
+                       "%d ids, positions or slots of earlier calls on this device were out of range and were skipped",
+                       count);
 }
 
 #else

@@ -8,10 +8,10 @@
 #include "dense_layers/spec_verify.h"
 
 #define BLOCK_SIZE     16
-#define DECODE_CONTEXT 1024
+#define DECODE_CONTEXT 4096
 #define MLA_LATENT     512
 #define MLA_SCALE      0.0721687836f /* 192^-0.5: of a head before absorption */
-#define VOCAB          131072
+#define VOCAB          128256
 #define DRAFTS         3
 /* The references are plain loops: of many rows they compute this many. */
 #define REFERENCE_ROWS 8
@@ -33,8 +33,9 @@ static epmoe_status_t run_attention(const op_args_t *args, epmoe_stream_t stream
 }
 
 static const size_t attention_pointers[] = {
-    OP_AT(attention.q),        OP_AT(attention.key_cache),   OP_AT(attention.value_cache), OP_AT(attention.block_table),
-    OP_AT(attention.seq_lens), OP_AT(attention.query_start), OP_AT(attention.o),           0};
+    OP_AT(attention.q),           OP_AT(attention.key_cache), OP_AT(attention.value_cache),
+    OP_AT(attention.block_table), OP_AT(attention.seq_lens),  OP_AT(attention.query_start),
+    OP_AT(attention.workspace),   OP_AT(attention.o),         0};
 
 /* The model's heads; `num_seqs` sequences of `length` tokens, whose blocks lie in the cache block by block in turn. */
 static epmoe_status_t make_attention(op_job_t *job, int32_t num_seqs, int32_t length)
@@ -79,6 +80,8 @@ static epmoe_status_t make_attention(op_job_t *job, int32_t num_seqs, int32_t le
     args->block_table = table;
     args->seq_lens = lens;
     args->query_start = start;
+    EPMOEI_CHECK(epmoe_attention_workspace_size(args, &args->workspace_bytes));
+    if (args->workspace_bytes) EPMOEI_CHECK(op_take(job, &args->workspace, args->workspace_bytes));
     return op_take_output(job, &args->o, args->dtype, job->num_tokens, (int64_t)heads.heads * args->value_dim);
 }
 

@@ -192,7 +192,7 @@ static epmoe_status_t reference_cache(op_job_t *job)
     epmoe_cache_write_args_t args;
     EPMOEI_CHECK(epmoei_cache_write_check(&job->args.cache, &args));
     args.key_cache = job->outputs[0].ref;
-    args.value_cache = job->outputs[1].ref;
+    if (args.value) args.value_cache = job->outputs[1].ref;
     return epmoei_cache_write_ref(&args, NULL);
 }
 
@@ -209,7 +209,7 @@ static epmoe_status_t take_cache(op_job_t *job, void **cache, int64_t slots, int
     return EPMOE_OK;
 }
 
-/* Blocks of 16 slots, of which the tokens fill every other one. */
+/* Blocks of 16 slots, of which the tokens fill every other one. With MLA keys alone. */
 static epmoe_status_t make_cache(op_job_t *job)
 {
     enum { kBlock = 16 };
@@ -228,12 +228,13 @@ static epmoe_status_t make_cache(op_job_t *job)
     args->layout = EPMOE_CACHE_LAYOUT_NHD;
     args->dtype = job->bench->config.dtype;
     EPMOEI_CHECK(op_take_random(job, (void **)&args->key, args->dtype, rows * cols, 0, 1));
-    EPMOEI_CHECK(op_take_random(job, (void **)&args->value, args->dtype, rows * cols, 1, 1));
+    bool keys_alone = heads.cache_dim != heads.head_dim;
+    if (!keys_alone) EPMOEI_CHECK(op_take_random(job, (void **)&args->value, args->dtype, rows * cols, 1, 1));
     EPMOEI_CHECK(op_take(job, (void **)&slots, rows * 8));
     for (int64_t t = 0; t < rows; t++) slots[t] = 2 * (t / kBlock) * kBlock + t % kBlock;
     args->slots = slots;
     EPMOEI_CHECK(take_cache(job, &args->key_cache, blocks * kBlock, cols));
-    EPMOEI_CHECK(take_cache(job, &args->value_cache, blocks * kBlock, cols));
+    if (!keys_alone) EPMOEI_CHECK(take_cache(job, &args->value_cache, blocks * kBlock, cols));
     EPMOEI_CHECK(epmoei_cache_write_check(args, &checked));
     job->floor = epmoei_cache_write_floor(&checked);
     return EPMOE_OK;

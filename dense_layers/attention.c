@@ -1,5 +1,7 @@
 #include "dense_layers/attention.h"
 
+#include "base/device.h"
+#include "dense_layers/attention_plan.h"
 #include "dense_layers/dense_check.h"
 
 #include <math.h>
@@ -51,9 +53,9 @@ static epmoe_status_t check_cache(epmoe_attention_args_t *args)
                                args->num_blocks);
 }
 
-epmoe_status_t epmoei_attention_check(const epmoe_attention_args_t *args, epmoe_attention_args_t *out)
+/* Everything but the pointers. */
+static epmoe_status_t check_shape(epmoe_attention_args_t *out)
 {
-    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "epmoe_attention_args_t"));
     EPMOEI_CHECK(epmoei_check_float_dtype("dtype", out->dtype));
     if (!out->value_cache && out->value_dim == 0 && out->num_tokens > 0 && out->num_seqs > 0)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
@@ -64,8 +66,14 @@ epmoe_status_t epmoei_attention_check(const epmoe_attention_args_t *args, epmoe_
     if (out->scale == 0.0f) out->scale = 1.0f / sqrtf((float)out->head_dim);
     if (!isfinite(out->scale))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "scale is %g: expected a finite number", (double)out->scale);
-    EPMOEI_CHECK(
-        epmoei_check_stride("q_stride", &out->q_stride, (int64_t)out->num_heads * out->head_dim, out->num_tokens));
+    return epmoei_check_stride("q_stride", &out->q_stride, (int64_t)out->num_heads * out->head_dim, out->num_tokens);
+}
+
+epmoe_status_t epmoei_attention_check(const epmoe_attention_args_t *args, epmoe_attention_args_t *out)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "epmoe_attention_args_t"));
+    EPMOEI_CHECK(check_shape(out));
+    EPMOEI_CHECK(epmoei_check_range("workspace_bytes", out->workspace_bytes, 0, INT64_MAX));
     if (out->num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("q", out->q));
     EPMOEI_CHECK(epmoei_check_pointer("o", out->o));
@@ -130,6 +138,21 @@ epmoei_floor_t epmoei_attention_floor(const epmoe_attention_args_t *args)
                      epmoe_dtype_size(args->cache_dtype),
         .flops = 2 * width * args->num_heads * pairs,
     };
+}
+
+epmoe_status_t epmoe_attention_workspace_size(const epmoe_attention_args_t *args, int64_t *bytes)
+{
+    epmoe_attention_args_t checked;
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoei_check_pointer("bytes", bytes));
+    EPMOEI_CHECK(epmoei_copy_sized(&checked, sizeof checked, args, "epmoe_attention_args_t"));
+    EPMOEI_CHECK(check_shape(&checked));
+    EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
+    const epmoei_device_info_t *device = epmoei_device_current();
+    *bytes = 0;
+    if (backend == EPMOE_BACKEND_CUDA && device)
+        *bytes = epmoei_attention_plan(&checked, epmoei_cuda_tier(), device->num_sms, INT64_MAX).workspace_bytes;
+    return EPMOE_OK;
 }
 
 epmoe_status_t epmoe_attention(const epmoe_attention_args_t *args, epmoe_stream_t stream)

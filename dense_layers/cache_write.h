@@ -3,10 +3,12 @@
  * Contract of every kernel:
  *   order       none: each element is copied, or divided by its scale in fp32 and encoded once
  *   edges       slot -1 is skipped and its rows are not read; T = 0 is a no-op
- *   alignment   CPU: element
+ *   alignment   CPU: element; CUDA: 16 bytes at the bases, slots as their dtype, scales 4 bytes. Heads and strides of
+ *               whole 16 bytes of `dtype`, and packs of V1 that hold as many elements, are the fast way
  *   aliasing    none
  *   padding     other slots, and what a block stride leaves between blocks, are untouched
- *   slots       outside [-1, B*S): an error on the CPU, nothing is written; the same slot twice: the later token wins
+ *   slots       outside [-1, B*S): an error on the CPU, nothing is written; on CUDA counted and skipped. The same slot
+ *               twice: on the CPU the later token wins, on CUDA either, element by element
  *   NaN         a copy keeps its bits; E4M3 stores 0x7F
  */
 #ifndef EPMOEI_CACHE_WRITE_H
@@ -28,6 +30,7 @@ epmoei_floor_t epmoei_cache_write_floor(const epmoe_cache_write_args_t *args);
 
 epmoe_status_t epmoei_cache_write_ref(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_cache_write_cpu(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_cache_write_sm80(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,6 @@
 #include "dense_layers/dense_table.h"
 
+#include "base/device.h"
 #include "dense_layers/attention.h"
 #include "dense_layers/cache_write.h"
 #include "dense_layers/qk_norm_rope.h"
@@ -28,15 +29,28 @@ static const epmoei_dense_table_t cpu_table = {
     .spec_verify = epmoei_spec_verify_cpu,
 };
 
-static const epmoei_dense_table_t cuda_table = {0};
+#if EPMOE_HAVE_CUDA
+static const epmoei_dense_table_t sm80_table = {
+    .rms_norm = epmoei_rms_norm_sm80,
+    .rope = epmoei_rope_sm80,
+    .qk_norm_rope = epmoei_qk_norm_rope_sm80,
+    .cache_write = epmoei_cache_write_sm80,
+    .attention = epmoei_attention_sm80,
+    .sample = epmoei_sample_sm80,
+    .spec_verify = epmoei_spec_verify_sm80,
+};
+#endif
 
 epmoe_status_t epmoei_dense_kernels(epmoe_backend_t backend, const epmoei_dense_table_t **table)
 {
     epmoe_backend_t resolved;
     EPMOEI_CHECK(epmoe_backend_resolve(backend, &resolved));
-    if (resolved == EPMOE_BACKEND_CUDA)
-        *table = &cuda_table;
-    else
-        *table = epmoei_cpu_tier() == EPMOEI_CPU_REF ? &ref_table : &cpu_table;
+    *table = epmoei_cpu_tier() == EPMOEI_CPU_REF ? &ref_table : &cpu_table;
+#if EPMOE_HAVE_CUDA
+    if (resolved == EPMOE_BACKEND_CUDA) {
+        EPMOEI_CHECK(epmoei_error_word_check());
+        *table = &sm80_table;
+    }
+#endif
     return EPMOE_OK;
 }

@@ -3,7 +3,8 @@
  * Contract of every kernel:
  *   order       weights by epmoei_logit_weight, all sums in 64-bit integers: the same token from every kernel
  *   edges       any V in range; k = 1, k >= V; a row without a finite logit: -1; B = 0 is a no-op
- *   alignment   CPU: element
+ *   alignment   CPU: element; CUDA: 16 bytes for logits, 4 for the others. Strides of whole fours of logits and a top_k
+ *               of up to 1024 are the fast way
  *   aliasing    none
  *   ties        the lower id comes first wherever tokens are counted
  *   NaN         counts as -inf
@@ -27,6 +28,7 @@ epmoei_floor_t epmoei_sample_floor(const epmoe_sample_args_t *args);
 
 epmoe_status_t epmoei_sample_ref(const epmoe_sample_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_sample_cpu(const epmoe_sample_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_sample_sm80(const epmoe_sample_args_t *args, epmoe_stream_t stream);
 
 /* The settings of one row, with their defaults filled in. */
 typedef struct epmoei_sample_rule_t {

@@ -4,7 +4,8 @@
  *   order       accept tests exact (a product of two floats in double); the draw by epmoei_probability_weight, all sums
  *               in 64-bit integers: the same tokens from every kernel
  *   edges       G = 0 draws a token from target_probs[0]; B = 0 is a no-op
- *   alignment   CPU: element
+ *   alignment   CPU: element; CUDA: 16 bytes for probabilities, 4 for the others
+ *   ids         outside [-1,V) in front of the first -1: an error on the CPU; on CUDA counted, and as -1
  *   aliasing    none
  *   padding     probabilities behind the place where a row ends are not read
  *   NaN         rejects in an accept test, counts as 0 in a draw
@@ -28,6 +29,7 @@ epmoei_floor_t epmoei_spec_verify_floor(const epmoe_spec_verify_args_t *args, in
 
 epmoe_status_t epmoei_spec_verify_ref(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_spec_verify_cpu(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_spec_verify_sm80(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);
 
 /* The distributions at place g of a row, and q of its draft; draft NULL where there is none. */
 static inline const float *epmoei_spec_target(const epmoe_spec_verify_args_t *args, int64_t row, int64_t g)

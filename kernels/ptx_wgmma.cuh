@@ -126,4 +126,61 @@ EPMOEI_WGMMA(224, 112, 112, 113)
 EPMOEI_WGMMA(240, 120, 120, 121)
 EPMOEI_WGMMA(256, 128, 128, 129)
 
+/* The operands of two products in a row. first: d = a b and add: d += a b, both operands as above. add_rows: d += a b
+ * with a in registers, four for each k16, as accumulators lie when they are packed: {row r, columns 2c and 2c + 1},
+ * {row r + 8, the same}, {row r, columns 8 further}, {row r + 8}; and b in shared memory with its N columns, not its K,
+ * side by side. */
+template <typename T, int kN> struct ptx_wgmma_pair;
+
+#define EPMOEI_OUT_D4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define EPMOEI_OUT_16(i) EPMOEI_OUT_D4(i), EPMOEI_OUT_D4(i + 4), EPMOEI_OUT_D4(i + 8), EPMOEI_OUT_D4(i + 12)
+#define EPMOEI_OUT_32    EPMOEI_OUT_16(0), EPMOEI_OUT_16(16)
+#define EPMOEI_OUT_64    EPMOEI_OUT_32, EPMOEI_OUT_16(32), EPMOEI_OUT_16(48)
+
+#define EPMOEI_WGMMA_FIRST_TYPED(n, r, a_index, b_index, types)                                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" EPMOEI_NAMES_##r                         \
+                 "}, %" #a_index ", %" #b_index ", 0, 1, 1, 0, 0;\n"                                                   \
+                 : EPMOEI_OUT_##r                                                                                      \
+                 : "l"(a), "l"(b))
+#define EPMOEI_WGMMA_ROWS_TYPED(n, r, a0, a1, a2, a3, b_index, types)                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" EPMOEI_NAMES_##r                         \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_index ", 1, 1, 1, 1;\n"                           \
+                 : EPMOEI_REGS_##r                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+#define EPMOEI_WGMMA_PAIR(n, r, i0, i1, i2, i3, i4)                                                                    \
+    template <typename T> struct ptx_wgmma_pair<T, n> {                                                                \
+        static __device__ __forceinline__ void first(float (&d)[r], uint64_t a, uint64_t b)                            \
+        {                                                                                                              \
+            if constexpr (ptx_is_bf16<T>::value)                                                                       \
+                EPMOEI_WGMMA_FIRST_TYPED(n, r, i0, i1, "bf16.bf16");                                                   \
+            else                                                                                                       \
+                EPMOEI_WGMMA_FIRST_TYPED(n, r, i0, i1, "f16.f16");                                                     \
+        }                                                                                                              \
+        static __device__ __forceinline__ void add(float (&d)[r], uint64_t a, uint64_t b)                              \
+        {                                                                                                              \
+            if constexpr (ptx_is_bf16<T>::value)                                                                       \
+                EPMOEI_WGMMA_TYPED(n, r, i0, i1, "bf16.bf16");                                                         \
+            else                                                                                                       \
+                EPMOEI_WGMMA_TYPED(n, r, i0, i1, "f16.f16");                                                           \
+        }                                                                                                              \
+        static __device__ __forceinline__ void add_rows(float (&d)[r], const uint32_t (&a)[4], uint64_t b)             \
+        {                                                                                                              \
+            if constexpr (ptx_is_bf16<T>::value)                                                                       \
+                EPMOEI_WGMMA_ROWS_TYPED(n, r, i0, i1, i2, i3, i4, "bf16.bf16");                                        \
+            else                                                                                                       \
+                EPMOEI_WGMMA_ROWS_TYPED(n, r, i0, i1, i2, i3, i4, "f16.f16");                                          \
+        }                                                                                                              \
+    };
+
+EPMOEI_WGMMA_PAIR(64, 32, 32, 33, 34, 35, 36)
+EPMOEI_WGMMA_PAIR(128, 64, 64, 65, 66, 67, 68)
+
+/* Accumulators are read or written behind this point alone, whatever the compiler knows of who writes them. */
+template <int kCount> __device__ __forceinline__ void ptx_wgmma_hold(float (&d)[kCount])
+{
+#pragma unroll
+    for (int i = 0; i < kCount; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 #endif

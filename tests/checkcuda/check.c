@@ -288,6 +288,27 @@ static bool compare_bytes(check_case_t *c, const check_field_t *field)
     return true;
 }
 
+bool check_compare_bits(check_case_t *c, const check_field_t *field)
+{
+    int64_t size = epmoe_dtype_size(field->dtype);
+    for (int64_t i = 0; i < field->rows * field->cols; i++) {
+        if (!memcmp(field->got + i * size, field->expected + i * size, (size_t)size)) continue;
+        double expected = 0, got = 0;
+        if (epmoei_dtype_is_float(field->dtype)) {
+            expected = (double)epmoei_load(field->expected, field->dtype, i);
+            got = (double)epmoei_load(field->got, field->dtype, i);
+            if (isnan(expected) && isnan(got)) continue;
+        } else {
+            expected = (unsigned char)field->expected[i * size];
+            got = (unsigned char)field->got[i * size];
+        }
+        check_fail(c, "%s[%lld,%lld] is %.9g, expected the bits of %.9g", field->name, (long long)(i / field->cols),
+                   (long long)(i % field->cols), got, expected);
+        break;
+    }
+    return true;
+}
+
 bool check_outputs(check_case_t *c)
 {
     bool ok = true;

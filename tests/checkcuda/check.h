@@ -90,6 +90,8 @@ void check_send(check_field_t *field, const char *data); /* another testing_buff
 epmoe_status_t check_launch(check_case_t *c);            /* the public entry on the device pointers */
 bool check_download(check_case_t *c); /* waits, fetches outputs; guards intact and inputs unchanged */
 bool check_outputs(check_case_t *c);  /* got against expected */
+/* A `compare` for what rounds nowhere differently: the same bits, but any NaN for a NaN. */
+bool check_compare_bits(check_case_t *c, const check_field_t *field);
 
 /* All of it, then repeated, bit for bit; in the repeats only outputs are fetched, but for the last. */
 bool check_run(check_case_t *c);
@@ -108,8 +110,20 @@ void check_unpermute(testing_rng_t *rng);
 void check_silu_and_mul(testing_rng_t *rng);
 void check_sum(testing_rng_t *rng);
 void check_grouped_gemm(testing_rng_t *rng);
+void check_gemm_w4(testing_rng_t *rng);
 void check_experts_few(testing_rng_t *rng);
 void check_route(testing_rng_t *rng);
+void check_dequant(testing_rng_t *rng);
+void check_quantize_fp8(testing_rng_t *rng);
+void check_gemm_quant(testing_rng_t *rng);
+void check_few_quant(testing_rng_t *rng);
+void check_rms_norm(testing_rng_t *rng);
+void check_rope(testing_rng_t *rng);
+void check_qk_norm_rope(testing_rng_t *rng);
+void check_cache_write(testing_rng_t *rng);
+void check_attention(testing_rng_t *rng);
+void check_sample(testing_rng_t *rng);
+void check_spec_verify(testing_rng_t *rng);
 void check_large(testing_rng_t *rng);
 
 #endif

@@ -78,6 +78,61 @@ static void check_strides(testing_rng_t *rng)
     check_end();
 }
 
+/* The same for the dense ops: rows of tokens, blocks of a cache. */
+static void check_dense_strides(testing_rng_t *rng)
+{
+    check_begin("large", "strides: rms_norm, rope, cache_write");
+    const int64_t stride = ((int64_t)1 << 30) + 8, bytes = (2 * stride + kCols) * 2;
+    char *x = device_buffer(bytes), *y = device_buffer(bytes), *small = device_buffer(3 * kCols * 2 + 1024 + 4096);
+    char *indices = small + 3 * kCols * 2, *table = indices + 1024;
+    uint16_t row[kCols], out[kCols];
+    const int64_t positions[] = {1, 1, 1}, slots[] = {0, 1, 2};
+    const float turn[2] = {0.6f, 0.8f};
+    testing_fill_normal(rng, row, EPMOE_BF16, kCols, 1.0f);
+    for (int32_t t = 0; t < 3; t++) copy(x + t * stride * 2, row, sizeof row);
+    for (int32_t t = 0; t < 3; t++) copy(small + t * (int64_t)sizeof row, row, sizeof row);
+
+    epmoe_rms_norm_args_t norm = EPMOE_RMS_NORM_ARGS_INIT;
+    norm.backend = EPMOE_BACKEND_CUDA;
+    norm.num_tokens = 3, norm.hidden = kCols, norm.dtype = EPMOE_BF16;
+    norm.x = x, norm.weight = small, norm.y = y;
+    norm.x_stride = norm.y_stride = stride;
+    expect_ok(epmoe_rms_norm(&norm, check_stream));
+    copy(out, y, sizeof out);
+    expect_row(y + 2 * stride * 2, out, "row 2 of rms_norm");
+    if (!memcmp(out, row, sizeof out)) check_fail(NULL, "rms_norm did nothing");
+
+    epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
+    rope.backend = EPMOE_BACKEND_CUDA;
+    rope.num_tokens = 3, rope.num_heads = kCols / 128, rope.head_dim = 128, rope.dtype = EPMOE_BF16;
+    rope.num_positions = 2;
+    rope.q = x, rope.q_stride = stride;
+    rope.positions = indices, rope.cos_sin = (const float *)(const void *)table;
+    for (int32_t half = 0; half < 2; half++)
+        for (int32_t i = 0; i < 64; i++) copy(table + (128 + half * 64 + i) * 4, &turn[half], 4);
+    copy(indices, positions, sizeof positions);
+    expect_ok(epmoe_rope(&rope, check_stream));
+    copy(out, x, sizeof out);
+    expect_row(x + 2 * stride * 2, out, "row 2 of rope");
+    if (!memcmp(out, row, sizeof out)) check_fail(NULL, "rope did nothing");
+
+    epmoe_cache_write_args_t cache = EPMOE_CACHE_WRITE_ARGS_INIT;
+    cache.backend = EPMOE_BACKEND_CUDA;
+    cache.num_tokens = 3, cache.num_kv_heads = 2, cache.head_dim = kCols / 2, cache.dtype = EPMOE_BF16;
+    cache.num_blocks = 3, cache.block_size = 1, cache.layout = EPMOE_CACHE_LAYOUT_NHD;
+    cache.key = cache.value = small, cache.slots = indices;
+    cache.key_cache = x, cache.value_cache = y;
+    cache.key_block_stride = cache.value_block_stride = stride;
+    copy(indices, slots, sizeof slots);
+    expect_ok(epmoe_cache_write(&cache, check_stream));
+    expect_row(x + 2 * stride * 2, row, "the key of slot 2");
+    expect_row(y + 2 * stride * 2, row, "the value of slot 2");
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, x);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, y);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, small);
+    check_end();
+}
+
 /* 2^21 + 3 slots of 1024 elements. */
 static void check_rows(testing_rng_t *rng)
 {
@@ -151,5 +206,6 @@ void check_large(testing_rng_t *rng)
         return;
     }
     check_strides(rng);
+    check_dense_strides(rng);
     check_rows(rng);
 }

@@ -87,7 +87,7 @@ void check_bad_ids(check_case_t *c, const char *name, const void *data, int32_t 
     status = check_launch(c);
     if (status != EPMOE_ERROR_INVALID_ARGUMENT || strncmp(epmoe_last_error(), text, strlen(text)))
         check_fail(c, "after %d bad ids the next call gave status %d: %s", count, (int)status, epmoe_last_error());
-    check_send(field, field->host);
+    check_upload(c); /* the outputs too: those of an op in place have been used up */
     status = check_launch(c);
     if (status != EPMOE_OK)
         check_fail(c, "the call after the report gave status %d: %s", (int)status, epmoe_last_error());

@@ -17,8 +17,20 @@ static const struct {
               {"silu_and_mul", check_silu_and_mul},
               {"sum", check_sum},
               {"grouped_gemm", check_grouped_gemm},
+              {"gemm_w4", check_gemm_w4},
               {"experts_few", check_experts_few},
               {"route", check_route},
+              {"dequant", check_dequant},
+              {"quantize_fp8", check_quantize_fp8},
+              {"gemm_quant", check_gemm_quant},
+              {"few_quant", check_few_quant},
+              {"rms_norm", check_rms_norm},
+              {"rope", check_rope},
+              {"qk_norm_rope", check_qk_norm_rope},
+              {"cache_write", check_cache_write},
+              {"attention", check_attention},
+              {"sample", check_sample},
+              {"spec_verify", check_spec_verify},
               {"large", check_large}};
 
 static bool chosen(const char *name, int argc, char **argv)

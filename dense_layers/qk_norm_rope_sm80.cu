@@ -1,0 +1,227 @@
+#include "dense_layers/heads_cuda.cuh"
+#include "dense_layers/qk_norm_rope.h"
+
+/* Heads of which a thread loads its two runs before it stores the first. */
+static const int kHeadsInFlight = 2;
+static const int kMostHeads = 1 << 30;
+static const int kWarps = 8; /* of a block of the kernel for any head */
+
+struct qk_t {
+    void *qkv;
+    int64_t stride;
+    const void *q_weight;
+    const void *k_weight;
+    epmoei_positions_t positions;
+    double inverse_dim;
+    int64_t num_heads; /* of q */
+    int64_t all_heads; /* of q and k */
+    float eps;
+    float offset; /* added to every weight */
+    epmoe_rope_style_t style;
+    epmoe_dtype_t weight_dtype;
+    int32_t num_tokens;
+    int32_t head_dim;
+    int32_t half;
+    int32_t shares;  /* of a head: threads with two runs each */
+    int32_t rotated; /* shares that are rotated, the first ones */
+    int32_t lanes;   /* shares rounded up to a power of two, at most a warp */
+    int32_t slots;
+    int32_t tokens;
+};
+
+__device__ __forceinline__ float mean_rsqrt(const qk_t &p, double sum)
+{
+    return (float)rsqrt(fma(sum, p.inverse_dim, (double)p.eps));
+}
+
+/* (x * r) * (w + offset). */
+__device__ __forceinline__ float normalised(float value, float weight, float r, float offset)
+{
+    return __fmul_rn(__fmul_rn(value, r), __fadd_rn(weight, offset));
+}
+
+template <int kRun>
+__device__ __forceinline__ void normalise_run(float (&values)[kRun], const qk_t &p, const void *weights, int64_t col,
+                                              float r)
+{
+    float w[kRun];
+    epmoei_load_floats(w, weights, p.weight_dtype, col);
+#pragma unroll
+    for (int i = 0; i < kRun; i++) values[i] = normalised(values[i], w[i], r, p.offset);
+}
+
+/* Squares of fp32 values are exact in double, and no finite head overflows it. */
+template <typename T> __device__ __forceinline__ double squares(const uint4 &part)
+{
+    float values[epmoei_part_size<T>];
+    double sum = 0;
+    epmoei_unpack_part<T>(values, part);
+#pragma unroll
+    for (int i = 0; i < epmoei_part_size<T>; i++) sum = fma((double)values[i], (double)values[i], sum);
+    return sum;
+}
+
+/* Part of a warp per head, which stays in registers. Heads of whole runs at aligned addresses, at most kMostHeads. */
+template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel(qk_t p)
+{
+    constexpr int kRun = epmoei_part_size<T>;
+    epmoei_begin_dependent();
+    const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.slots, p.tokens, p.num_tokens);
+    const int64_t position = at.live ? epmoei_load_index(p.positions.data, p.positions.dtype, at.token) : 0;
+    const bool rotates = at.lane < p.rotated;
+    bool works = at.live && at.lane < p.shares;
+    /* Behind the rotated columns the rest of the head, as two halves as well. */
+    const int32_t a_col = (rotates ? at.lane : at.lane + p.rotated) * kRun;
+    const int32_t apart = rotates ? p.half : (p.shares - p.rotated) * kRun;
+    epmoei_turn_t<kRun> turn = {};
+    T *data = (T *)p.qkv + at.token * p.stride + (int64_t)at.head * p.head_dim + a_col;
+    const int32_t step = p.slots * (int32_t)gridDim.y, all_heads = (int32_t)p.all_heads;
+    /* Whole warps, whose lanes add up their squares. */
+    for (int32_t first = 0; first < all_heads; first += kHeadsInFlight * step) {
+        uint4 a[kHeadsInFlight], b[kHeadsInFlight];
+        double sums[kHeadsInFlight];
+#pragma unroll
+        for (int i = 0; i < kHeadsInFlight; i++) {
+            const bool valid = works && first + at.head + i * step < all_heads;
+            const T *from = data + (int64_t)(first + i * step) * p.head_dim;
+            a[i] = ptx_load_once_16(from, valid);
+            b[i] = ptx_load_once_16(from + apart, valid);
+        }
+        /* Behind the loads of the first heads, which so wait for no position. */
+        if (first == 0 && works) {
+            const float *row = epmoei_table_row(p.positions, position, at.head == 0 && at.lane == 0);
+            works = row != NULL;
+            if (works && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < kHeadsInFlight; i++) sums[i] = squares<T>(a[i]) + squares<T>(b[i]);
+        for (int32_t offset = p.lanes / 2; offset; offset /= 2) {
+#pragma unroll
+            for (int i = 0; i < kHeadsInFlight; i++) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], offset);
+        }
+#pragma unroll
+        for (int i = 0; i < kHeadsInFlight; i++) {
+            const int32_t head = first + at.head + i * step;
+            if (!works || head >= all_heads) continue;
+            const void *weights = head < p.num_heads ? p.q_weight : p.k_weight;
+            const float r = mean_rsqrt(p, sums[i]);
+            float x[kRun], y[kRun];
+            ptx_forget(a[i]);
+            ptx_forget(b[i]);
+            epmoei_unpack_part<T>(x, a[i]);
+            epmoei_unpack_part<T>(y, b[i]);
+            normalise_run(x, p, weights, a_col, r);
+            normalise_run(y, p, weights, a_col + apart, r);
+            if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
+            T *to = data + (int64_t)(first + i * step) * p.head_dim;
+            *(uint4 *)to = epmoei_pack_part<T>(x);
+            *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
+        }
+    }
+}
+
+/* A warp per head, element by element. Its second pass writes when the first has read everything. */
+template <typename T>
+__device__ __forceinline__ void norm_and_rotate(const qk_t &p, T *data, const void *weights, const float *row)
+{
+    const int32_t lane = threadIdx.x;
+    double sum = 0;
+    for (int64_t i = lane; i < p.head_dim; i += 32) {
+        const double value = (double)epmoei_to_float(data[i]);
+        sum = fma(value, value, sum);
+    }
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+    const float r = mean_rsqrt(p, sum);
+    for (int64_t i = lane; i < p.half; i += 32) {
+        int64_t a_col, b_col;
+        epmoei_pair_columns<1>(a_col, b_col, i, p.half, p.style);
+        float a =
+            normalised(epmoei_to_float(data[a_col]), epmoei_load_float(weights, p.weight_dtype, a_col), r, p.offset);
+        float b =
+            normalised(epmoei_to_float(data[b_col]), epmoei_load_float(weights, p.weight_dtype, b_col), r, p.offset);
+        epmoei_rotate_pair(a, b, row[i], row[p.half + i]);
+        data[a_col] = epmoei_from_float<T>(a);
+        data[b_col] = epmoei_from_float<T>(b);
+    }
+    for (int64_t i = 2 * (int64_t)p.half + lane; i < p.head_dim; i += 32)
+        data[i] = epmoei_from_float<T>(
+            normalised(epmoei_to_float(data[i]), epmoei_load_float(weights, p.weight_dtype, i), r, p.offset));
+}
+
+template <typename T> static __global__ void __launch_bounds__(32 * kWarps) qk_any_kernel(qk_t p)
+{
+    epmoei_begin_dependent();
+    const int64_t pieces = p.all_heads * p.num_tokens;
+    for (int64_t piece = (int64_t)blockIdx.x * kWarps + threadIdx.y; piece < pieces;
+         piece += (int64_t)gridDim.x * kWarps) {
+        const int64_t token = piece / p.all_heads, head = piece - token * p.all_heads;
+        const float *row = epmoei_table_row(p.positions, epmoei_load_index(p.positions.data, p.positions.dtype, token),
+                                            head == 0 && threadIdx.x == 0);
+        if (!row) continue;
+        norm_and_rotate(p, (T *)p.qkv + token * p.stride + head * p.head_dim,
+                        head < p.num_heads ? p.q_weight : p.k_weight, row);
+    }
+}
+
+template <typename T> static cudaError_t launch_any(const qk_t &p, epmoe_stream_t stream)
+{
+    const int64_t kBlocksPerSm = 8;
+    const epmoei_device_info_t *device = epmoei_device_current();
+    const int64_t most = kBlocksPerSm * (device ? device->num_sms : 1);
+    const int64_t blocks = epmoei_min64(epmoei_ceil_div(p.all_heads * p.num_tokens, kWarps), most);
+    return epmoei_launch_dependent(qk_any_kernel<T>, dim3((unsigned)blocks), dim3(32, kWarps), 0, stream, p);
+}
+
+template <typename T> static epmoe_status_t launch(qk_t p, epmoe_stream_t stream)
+{
+    const int32_t run = epmoei_part_size<T>;
+    p.shares = p.head_dim / (2 * run);
+    p.rotated = p.half / run;
+    const bool whole = p.head_dim % (2 * run) == 0 && p.half % run == 0 && p.stride % run == 0 && p.shares <= 32 &&
+                       p.all_heads <= kMostHeads;
+    if (!whole) return epmoei_cuda_status((int32_t)launch_any<T>(p, stream), "epmoe_qk_norm_rope");
+    int32_t lanes = 1;
+    while (lanes < p.shares) lanes *= 2;
+    const epmoei_head_grid_t grid = epmoei_head_grid(p.num_tokens, p.all_heads, lanes);
+    p.lanes = grid.lanes;
+    p.slots = grid.slots;
+    p.tokens = grid.tokens;
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(qk_kernel<T>, grid.blocks, grid.threads, 0, stream, p),
+                              "epmoe_qk_norm_rope");
+}
+
+extern "C" epmoe_status_t epmoei_qk_norm_rope_sm80(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream)
+{
+    EPMOEI_CHECK_ALIGNED(args->qkv, 16);
+    EPMOEI_CHECK_ALIGNED(args->q_weight, 16);
+    EPMOEI_CHECK_ALIGNED(args->k_weight, 16);
+    EPMOEI_CHECK_ALIGNED(args->cos_sin, 16);
+    EPMOEI_CHECK_ALIGNED(args->positions, epmoe_dtype_size(args->positions_dtype));
+    qk_t p = {};
+    p.qkv = args->qkv;
+    p.stride = args->qkv_stride;
+    p.q_weight = args->q_weight;
+    p.k_weight = args->k_weight;
+    p.positions.data = args->positions;
+    p.positions.cos_sin = args->cos_sin;
+    p.positions.error_word = epmoei_error_word();
+    p.positions.num_positions = args->num_positions;
+    p.positions.rotary_dim = args->rotary_dim;
+    p.positions.dtype = args->positions_dtype;
+    p.inverse_dim = 1.0 / args->head_dim;
+    p.num_heads = args->num_heads;
+    p.all_heads = (int64_t)args->num_heads + args->num_kv_heads;
+    p.eps = args->eps;
+    p.offset = args->weight_offset ? 1.0f : 0.0f;
+    p.style = args->style;
+    p.weight_dtype = args->weight_dtype;
+    p.num_tokens = args->num_tokens;
+    p.head_dim = args->head_dim;
+    p.half = args->rotary_dim / 2;
+    switch (args->dtype) {
+    case EPMOE_BF16: return launch<__nv_bfloat16>(p, stream);
+    case EPMOE_F16: return launch<__half>(p, stream);
+    default: return launch<float>(p, stream);
+    }
+}
