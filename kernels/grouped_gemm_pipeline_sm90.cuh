@@ -3,17 +3,12 @@
 #ifndef EPMOEI_GROUPED_GEMM_PIPELINE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_PIPELINE_SM90_CUH
 
-#include "kernels/grouped_gemm_epilogue_sm90.cuh"
-
-#include <cuda.h>
+#include "kernels/grouped_gemm_tiles_sm90.cuh"
 
 namespace
 {
 
 constexpr int kBlockW = 128; /* weight rows of a block */
-constexpr int kBlockK = 64;  /* 128 bytes: one row of the swizzle */
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kConsumerWarps = 8;
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
 constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
@@ -26,35 +21,7 @@ struct pipeline_t {
     int32_t ordered; /* experts by the width of their tiles instead of by number */
 };
 
-/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
-constexpr int kXMaps = 6;
-struct x_maps_t {
-    CUtensorMap map[kXMaps];
-};
-
-/* Which tokens a tile covers, and the width of wgmma that holds them. */
-struct tile_t {
-    int32_t expert;
-    int32_t row;     /* first row, in the sorted order */
-    int32_t rows;    /* 0 = nothing to do */
-    int32_t width;   /* rows rounded up to a width that is compiled */
-    int32_t cluster; /* which of the clusters over the weight rows */
-};
-
-/* What the scout hands to the consumers; the arrays of max_n follow. */
-struct notes_t {
-    tile_t tile; /* width 0: no more tiles */
-    int32_t padding[3];
-};
-
-struct barriers_t {
-    uint64_t full[kMostStages];
-    uint64_t empty[kMostStages];
-    uint64_t notes_full[2];
-    uint64_t notes_empty[2];
-    staging_barriers_t staging[2];
-    int32_t warp_sums[kThreads / 32];
-};
+typedef pipeline_barriers_t<kMostStages> barriers_t;
 
 /* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
 struct shared_layout {

@@ -3,17 +3,12 @@
 #ifndef EPMOEI_GROUPED_GEMM_W4_PIPELINE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_W4_PIPELINE_SM90_CUH
 
-#include "kernels/grouped_gemm_epilogue_sm90.cuh"
+#include "kernels/grouped_gemm_tiles_sm90.cuh"
 #include "kernels/quant_tiles.h"
-
-#include <cuda.h>
 
 namespace
 {
 
-constexpr int kBlockK = 64; /* 128 bytes of x: one row of the swizzle; one block of codes */
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kConsumerWarps = 8;
 constexpr int kMostStages = 16;
 static_assert(kBlockK == EPMOEI_TILE_COLS, "x comes in the blocks of the codes");
 
@@ -71,35 +66,7 @@ struct pipeline_t {
     shared_layout_t layout;
 };
 
-/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
-constexpr int kXMaps = 6;
-struct x_maps_t {
-    CUtensorMap map[kXMaps];
-};
-
-/* Which tokens a tile covers, and the width of wgmma that holds them. */
-struct tile_t {
-    int32_t expert;
-    int32_t row;     /* first row, in the sorted order */
-    int32_t rows;    /* 0 = nothing to do */
-    int32_t width;   /* rows rounded up to a width that is compiled */
-    int32_t cluster; /* which of the clusters over the weight rows */
-};
-
-/* What the scout hands to the consumers; the arrays of max_n follow. */
-struct notes_t {
-    tile_t tile; /* width 0: no more tiles */
-    int32_t padding[3];
-};
-
-struct barriers_t {
-    uint64_t full[kMostStages];
-    uint64_t empty[kMostStages];
-    uint64_t notes_full[2];
-    uint64_t notes_empty[2];
-    staging_barriers_t staging[2];
-    int32_t warp_sums[kThreads / 32];
-};
+typedef pipeline_barriers_t<kMostStages> barriers_t;
 
 template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const weights_t *w)
 {
