@@ -7,7 +7,6 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
-#include "kernels/kernel_table.h"
 #include "moe/layer.h"
 
 #include <math.h>

@@ -4,11 +4,14 @@
  * One dispatch object has one window per rank: the memory that the other ranks may touch. Dispatch number e (its epoch,
  * counted on the device, so that the replay of a graph counts too):
  *   route     the ranks of every token, how many rows for each rank; the counts go to every rank as words that carry
- * the epoch (the header) send      waits for the headers of all ranks, after which every rank knows where every row
- * lies at every rank; stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at
- * every rank when its rows are; the last block to end waits for those of all blocks of all ranks combine   raises
- * partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of its own tokens from
- * where they were made and sums them Why nothing is overwritten too early, with work of a rank in stream order:
+ *             the epoch (the header)
+ *   send      waits for the headers of all ranks, after which every rank knows where every row lies at every rank;
+ *             stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at every
+ *             rank when its rows are; the last block to end waits for those of all blocks of all ranks
+ *   combine   raises partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of
+ *             its own tokens from where they were made and sums them
+ *
+ * Why nothing is overwritten too early, with work of a rank in stream order:
  *   - A rank's header e says that it is through with everything before: x, ids and weights of e - 1 have been read, and
  *     its loads of other ranks' y of e - 1 have ended. Rows of e go out, and y of e is written, after all headers e.
  *   - Header e + 2 takes the place of header e. A rank sends it after rows_there e + 1 of all ranks, which they raise

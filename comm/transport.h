@@ -1,5 +1,5 @@
-/* How rows get from rank to rank. The plan (who sends how many rows to whom) is made before and is the same for all
- * transports; headers, ids and weights always travel over the bootstrap's exchange of host memory.
+/* How rows get from rank to rank. For mpi and nccl the plan (who sends how many rows to whom) is made before and is the
+ * same; headers, ids and weights travel over the bootstrap's exchange of host memory.
  *   mpi    rows too: the CPU's from where they lie, the device's by way of page-locked host memory
  *   nccl   rows from device memory to device memory
  *   p2p    rows and all the rest by kernels, which also plan: comm/p2p.h

@@ -8,10 +8,12 @@
  *   edges       any sizes in range, no divisibility but that of heads and of V1's x; sequences without queries, without
  *               tokens, one token, window 1; T = 0 is a no-op
  *   alignment   CPU: element; CUDA: 16 bytes at the bases of tensors and workspace, 4 at the others. Rows (NHD, HND)
- * and strides of whole 16 bytes in 16-bit dtypes are the fast way aliasing    none; key_cache == value_cache only as
- * value_cache NULL padding     what no query of the call sees is not used: block table entries, slots, rows of q and o
- * from query_start[B] on NaN         stays in the rows that see it: a NaN of q in its row, of a key or value in the
- * rows of its cache head whose window holds it. Scores of -inf weigh 0; nothing but those: zeros
+ *               and strides of whole 16 bytes in 16-bit dtypes are the fast way
+ *   aliasing    none; key_cache == value_cache only as value_cache NULL
+ *   padding     what no query of the call sees is not used: block table entries, slots, rows of q and o from
+ *               query_start[B] on
+ *   NaN         stays in the rows that see it: a NaN of q in its row, of a key or value in the rows of its cache head
+ *               whose window holds it. Scores of -inf weigh 0; nothing but those: zeros
  */
 #ifndef EPMOEI_ATTENTION_H
 #define EPMOEI_ATTENTION_H

@@ -265,12 +265,6 @@ __device__ __forceinline__ void ptx_mbarrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* As if `count` threads arrived. */
-__device__ __forceinline__ void ptx_mbarrier_arrive_many(uint32_t barrier, uint32_t count)
-{
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
 /* Arrives, and lets the phase wait for `bytes` of copies too. */
 __device__ __forceinline__ void ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
 {
@@ -360,14 +354,6 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_if(uint32_t barrier, bool re
         : "memory");
 }
 
-__device__ __forceinline__ void ptx_mbarrier_arrive_many_at(uint32_t barrier, uint32_t block, uint32_t count)
-{
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier),
-                 "r"(block), "r"(count)
-                 : "memory");
-}
-
 /* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
  * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])
@@ -443,11 +429,6 @@ __device__ __forceinline__ void ptx_store_16_if(void *to, const uint4 &value, bo
 template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {
     asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
-}
-/* Arrives there without waiting. */
-template <int kId> __device__ __forceinline__ void ptx_named_barrier_arrive(int32_t threads)
-{
-    asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 #endif

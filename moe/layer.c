@@ -3,9 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
-
 #include "kernels/experts_few.h"
-#include "kernels/kernel_table.h"
 
 #include <string.h>
 

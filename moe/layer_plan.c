@@ -2,8 +2,8 @@
 
 #include "base/dtype.h"
 #include "comm/comm.h"
-#include "kernels/experts_few.h"
 #include "kernels/activation.h"
+#include "kernels/experts_few.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_tiles.h"
 #include "kernels/route.h"

@@ -210,7 +210,12 @@ typedef enum epmoe_layout_t {
  *              column g_idx[j] of x. H = 2 (gate rows, up rows) with an activation, otherwise 1
  * With the layout PACKED and an activation the up rows of FP8_BLOCK begin a block row of their own:
  * scales [E,2*ceil(f/g),ceil(K/g)].
- * Quantised weights run on the CPU; on CUDA they are NOT_SUPPORTED by this version. */
+ * On CUDA epmoe_dequant takes all of these; products take FP8_BLOCK, W4 and MXFP4, aligned to 16 bytes, scales and
+ * zeros too: FP8_BLOCK as above (K a multiple of 16, g a multiple of 64 or >= K; with PACKED and an activation rows 2i
+ * are gate and 2i+1 up), W4 and MXFP4 with PACKED alone and in tiles, as kernels/grouped_gemm_quant.h says (g 16, 32, a
+ * multiple of 64 or >= K). A layer makes the tiles of its own weights; there is no function yet that makes them for a
+ * caller of an op. Compute capability 9.0 with bf16 rounds scale and weight of W4 to bf16, and turns MXFP4 weights with
+ * a scale code above 128 (a scale above 2) into infinities or NaN. */
 /* clang-format on */
 typedef struct epmoe_weight_t {
     size_t struct_size;
@@ -492,8 +497,8 @@ typedef enum epmoe_granularity_t {
  * finite value. So a scale is finite and never 0. Codes round to nearest even and saturate: NaN = 0x7F, +-inf = +-448,
  * -0 = 0x80. With static_scale that one is used for all, and copied to `scale`.
  * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, a stride below the row, NULL pointers, a static_scale or
- * scale_ub that is not finite and above 0 (CPU), a static_scale with another granularity than TENSOR, pow2 or scale_ub.
- * NOT_SUPPORTED on CUDA by this version.
+ * scale_ub that is not finite and above 0 (CPU), a static_scale with another granularity than TENSOR, pow2 or scale_ub,
+ * on CUDA x or q not aligned to 16 bytes, the rest to 4. T = 0 is a no-op. No aliasing.
  * Floor: bytes = T*d*(b + 1) and the scales; TENSOR reads x twice. */
 typedef struct epmoe_quantize_fp8_args_t {
     size_t struct_size;
@@ -514,9 +519,9 @@ typedef struct epmoe_quantize_fp8_args_t {
 EPMOE_API epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
 
 /* The values of a weight in any format, in fp32: w[e,n,k] as epmoe_weight_t defines it, columns in the order of x.
- * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, a g_idx out of range or, of
- * W4, that is no permutation.
- * NOT_SUPPORTED on CUDA by this version.
+ * Errors: INVALID_ARGUMENT for sizes below 1, NULL pointers, a bad field of the weight, on the CPU a g_idx out of range
+ * or, of W4, that is no permutation (on CUDA its values are then wrong), on CUDA data or w not aligned to 16 bytes, the
+ * rest to 4. No aliasing.
  * Floor: bytes = the weight's + 4*E*N*K. */
 typedef struct epmoe_dequant_args_t {
     size_t struct_size;
@@ -747,10 +752,11 @@ EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args,
  * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
  * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
  * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros
- * and is reported as a bad id; the other data must be right. On CUDA the order of sums follows from the sizes in this
+ * and is reported as a bad id; the other data must be right. There the order of sums follows from the sizes in this
  * struct and the lengths: the bits of a row do not depend on the data of other rows, but a call of other sizes may cut
- * the contexts otherwise. Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c
- * = bytes per cached element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
+ * the contexts otherwise. CUDA: tensors and workspace aligned to 16 bytes, the other arrays to 4.
+ * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
+ * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
 typedef struct epmoe_attention_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -1101,9 +1107,8 @@ typedef struct epmoe_layer_config_t {
     /* how it runs */
     epmoe_dtype_t dtype;          /* of x and y; 0 = BF16 */
     epmoe_format_t weight_format; /* of random weights; 0 = that of dtype. epmoe_checkpoint_layer_config gives that of
-                                     quantised experts. Loaded weights keep their format on the CPU (GPTQ, AWQ and CT_W4
-                                     as W4) and take dtype's on CUDA (but see router_dtype), where a quantised one is
-                                     NOT_SUPPORTED */
+                                     quantised experts. Loaded weights keep their format (GPTQ, AWQ and CT_W4 as W4),
+                                     but on CUDA plain ones take dtype's (but see router_dtype) */
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
@@ -1192,9 +1197,11 @@ typedef struct epmoe_layer_weights_t {
 
 /* Copies the weights into the layer's own layout (the caller may free his): GPTQ, AWQ and CT_W4 become W4. With layout
  * PACKED it borrows gate_up, down, shared_gate_up and shared_down until destroy: quantised ones must then be FP8_BLOCK,
- * MXFP4 or W4. Quantised weights that fit no packed layout are kept as fp32, four to eight times as large, with a
- * warning that says which and why: up rows of FP8_BLOCK that begin inside a block or are interleaved, and groups of
- * unequal width in a g_idx. Local, not collective. May be called again to replace them; after a failure past the checks
+ * MXFP4 or W4. Quantised weights that fit no packed layout are kept as fp32, on CUDA in dtype, two to eight times as
+ * large, with a warning that says which and why: up rows of FP8_BLOCK that begin inside a block or are interleaved,
+ * groups of unequal width in a g_idx, on CUDA also what epmoe_weight_t says that products do not take, and gate and up
+ * rows with different orders of columns. On CUDA quantised weights that are copied lie in host memory (NOT_SUPPORTED
+ * otherwise). Local, not collective. May be called again to replace them; after a failure past the checks
  * (no memory, a CUDA error) the layer has no weights. */
 EPMOE_API epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_weights_t *weights);
 /* Bell-shaped random weights with variance 1/K, a function of (seed, expert, element) alone: independent of the rank
