@@ -207,6 +207,12 @@ static epmoe_status_t take_scales(const op_context_t *context, op_projection_t *
         int64_t halves = 2 * epmoei_ceil_div(n / 2, group);
         int32_t lead = projection->stacked;
         if (lead && n % 2 == 0 && halves != dims[0] && value->num_dims == 3 && value->shape[1] == halves) {
+            /* There PACKED rows alternate. */
+            if (op_backend(context) == EPMOE_BACKEND_CUDA)
+                return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                                   "tensor '%s%s' has %lld blocks of rows, of gate and up rows apart: on CUDA expected "
+                                   "%lld",
+                                   projection->prefix, name, (long long)halves, (long long)dims[0]);
             dims[0] = halves;
             projection->layout = EPMOE_LAYOUT_PACKED;
         }
