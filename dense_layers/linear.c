@@ -1,5 +1,6 @@
 #include "dense_layers/linear.h"
 
+#include "dense_layers/linear_cublas.h"
 #include "dense_layers/self_attention_cuda.h"
 
 static epmoe_grouped_gemm_args_t gemm_args(const epmoei_linear_t *linear, epmoe_backend_t backend, epmoe_dtype_t dtype,
@@ -25,12 +26,19 @@ epmoe_status_t epmoei_linear_workspace(const epmoei_linear_t *linear, epmoe_back
                                        int32_t rows, int64_t *bytes)
 {
     epmoe_grouped_gemm_args_t gemm = gemm_args(linear, backend, dtype, rows);
-    return epmoe_grouped_gemm_workspace_size(&gemm, bytes);
+    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, bytes));
+    if (backend == EPMOE_BACKEND_CUDA) *bytes = epmoei_max64(*bytes, epmoei_linear_cublas_workspace());
+    return EPMOE_OK;
 }
 
 epmoe_status_t epmoei_linear(const epmoei_linear_run_t *run, const epmoei_linear_t *linear, int32_t rows, const void *x,
                              epmoe_dtype_t y_dtype, void *y)
 {
+    if (run->backend == EPMOE_BACKEND_CUDA) {
+        bool done;
+        EPMOEI_CHECK(epmoei_linear_cublas(run, linear, rows, x, y_dtype, y, &done));
+        if (done) return EPMOE_OK;
+    }
     epmoe_grouped_gemm_args_t gemm = gemm_args(linear, run->backend, run->dtype, rows);
     gemm.x = x;
     gemm.y_dtype = y_dtype;
@@ -56,6 +64,11 @@ static epmoe_status_t fill_head_rows(const epmoei_linear_run_t *run, int32_t hea
 epmoe_status_t epmoei_linear_heads(const epmoei_linear_run_t *run, const epmoei_linear_t *linear, int32_t rows,
                                    const void *x, void *y)
 {
+    if (run->backend == EPMOE_BACKEND_CUDA) {
+        bool done;
+        EPMOEI_CHECK(epmoei_linear_cublas(run, linear, rows, x, run->dtype, y, &done));
+        if (done) return EPMOE_OK;
+    }
     EPMOEI_CHECK(fill_head_rows(run, linear->heads, rows));
     epmoe_grouped_gemm_args_t gemm = gemm_args(linear, run->backend, run->dtype, rows);
     gemm.x_sorted = 0;
