@@ -96,7 +96,11 @@ static epmoe_status_t run_once(const cuda_t *cuda, const cuda_timing_t *timing, 
     float ms;
     if (timing->flush) EPMOEI_CHECK(cuda_read(cuda, cuda->flush, cuda->flush_bytes));
     EPMOEI_CUDA(cudaEventRecord(cuda->start, cuda->stream));
-    if (timing->nap) nanosleep(timing->nap, NULL);
+    if (timing->nap) {
+        EPMOEI_CHECK(
+            epmoei_stream_wait(EPMOE_BACKEND_CUDA, cuda->stream)); /* the clock runs, however busy the device */
+        nanosleep(timing->nap, NULL);
+    }
     if (graph)
         EPMOEI_CUDA(cudaGraphLaunch(graph, cuda->stream));
     else

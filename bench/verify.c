@@ -275,12 +275,13 @@ static epmoe_status_t check_output(verify_t *verify)
     const bench_case_t *made = verify->made;
     epmoe_dtype_t dtype = bench->config.dtype;
     int64_t d = bench->config.hidden;
-    double *row = NULL;
+    double *row = NULL, tolerance = stats_tolerance(dtype);
+    if (bench->program->size > 1 && dtype == EPMOE_BF16) tolerance *= 1.5; /* ranks round their shares of a row too */
     EPMOEI_CHECK(epmoei_alloc_for((void **)&row, d * 8, "a row"));
     for (int32_t i = 0; i < verify->own_count; i++) {
         int64_t t = verify->tokens[verify->own_first + i] - made->first_token;
         for (int64_t c = 0; c < d; c++) row[c] = (double)epmoei_load(made->y_checked, dtype, t * d + c);
-        verify->wrong += stats_count_wrong(row, verify->y + i * d, d, stats_tolerance(dtype), &verify->max_rel_err);
+        verify->wrong += stats_count_wrong(row, verify->y + i * d, d, tolerance, &verify->max_rel_err);
     }
     epmoei_free(row);
     verify->wrong += count_other_wrong(verify);

@@ -57,10 +57,11 @@ template <typename T> struct __align__(16) epmoei_vec16
     T element[kCount];
 };
 
-/* Adds to epmoei_error_word, which may be NULL. Of the system's scope: the word lies in host memory. */
+/* Adds to epmoei_error_word, which may be NULL. The word lies in host memory but only one device adds to it, so its own
+ * scope will do; where the host's memory has no native atomics (PCIe), the system's would not be allowed. */
 __device__ __forceinline__ void epmoei_count_bad(int32_t *error_word, int32_t count)
 {
-    if (error_word) atomicAdd_system(error_word, count);
+    if (error_word) atomicAdd(error_word, count);
 }
 
 /* num_tokens, or what the device says, never more. */

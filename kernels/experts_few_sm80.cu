@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kGateUpWarps * 32, kGateUpBlocks) gate_up_kern
     const bool bad = id < -1 || id >= args.num_experts;
     if (blockIdx.y == 0 && own == 0 && warp == 0) {
         uint32_t bads = __ballot_sync(kAll, bad);
-        if (bads && lane == 0 && p.error_word) atomicAdd(p.error_word, __popc(bads));
+        if (bads && lane == 0) epmoei_count_bad(p.error_word, __popc(bads));
     }
     const int32_t expert = __shfl_sync(kAll, bad ? -1 : id, own);
     if (expert < 0) return;

@@ -37,6 +37,9 @@ int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args)
 epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
+/* The same right after the call that wrote x, where everything else was there before that call began: what does not
+ * wait for x begins while that call still runs. */
+epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 /* What every CUDA tier needs beyond epmoei_grouped_gemm_check: types, K a multiple of 8, alignment. */
 epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gemm_args_t *args);
 /* to[r] = the row of x that row r of the sorted order reads; `to` is [max_rows,K] of x_dtype, K a multiple of 8. Rows

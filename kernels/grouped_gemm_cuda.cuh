@@ -23,6 +23,7 @@ struct gemm_params_t {
     int32_t x_row_divisor;
     int32_t x_sorted;
     int32_t y_sorted;
+    int32_t chained; /* the kernel before this one wrote x, and everything else is older than that kernel */
     int32_t weight_on_input;
     int32_t interleaved;
     int32_t gated;
@@ -85,9 +86,11 @@ static inline int64_t gemm_max_row_tiles(const epmoe_grouped_gemm_args_t *args, 
     return epmoei_min64(args->max_rows, args->max_rows / block_m + partial);
 }
 
-/* cumulative[e] = row tiles of experts below e, in shared memory [E+1]; returns the total. All threads of the block. */
+/* cumulative[i] = row tiles of the experts at places below i, in shared memory [E+1]; returns the total. The expert at
+ * place i is order[i], or i. All threads of the block. */
 template <int kThreads>
-__device__ int32_t gemm_count_tiles(const gemm_params_t &p, int32_t block_m, int32_t *cumulative, int32_t *warp_sums)
+__device__ int32_t gemm_count_tiles(const gemm_params_t &p, int32_t block_m, int32_t *cumulative, int32_t *warp_sums,
+                                    const int16_t *order = nullptr)
 {
     constexpr int kWarps = kThreads / 32;
     int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -97,7 +100,8 @@ __device__ int32_t gemm_count_tiles(const gemm_params_t &p, int32_t block_m, int
         int32_t e = first + (int32_t)threadIdx.x;
         int32_t tiles = 0;
         if (e < p.num_experts) {
-            int32_t rows = gemm_expert_offset(p, e + 1) - gemm_expert_offset(p, e);
+            const int32_t expert = order ? order[e] : e;
+            int32_t rows = gemm_expert_offset(p, expert + 1) - gemm_expert_offset(p, expert);
             tiles = rows > 0 ? (rows + block_m - 1) / block_m : 0;
         }
         int32_t sum = tiles;

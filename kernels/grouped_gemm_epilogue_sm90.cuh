@@ -2,9 +2,10 @@
  * rows of y. Gated, every 16 weight rows are 8 gate rows and then their 8 up rows, so that a thread holds both halves
  * of an output: d[4j], d[4j+1] the gates of two tokens, d[4j+2], d[4j+3] their ups.
  *
- * Two ways. The fast one finishes the outputs in registers, turns them by stmatrix so that a token's outputs lie side
- * by side in shared memory, and stores 16 bytes a thread. The other one parks fp32 accumulators in shared memory and
- * finishes them one by one in a loop: any type, any width, any activation, little code. */
+ * Two ways. The fast one finishes the outputs in registers and turns them by stmatrix so that a token's outputs lie
+ * side by side in shared memory, from where a warp of its own, the storer of the warpgroup, takes them to y while the
+ * warpgroup finishes the next ones or is in the next product. The other one parks fp32 accumulators in shared memory
+ * and finishes them one by one in a loop: any type, any width, any activation, little code. */
 #ifndef EPMOEI_GROUPED_GEMM_EPILOGUE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_EPILOGUE_SM90_CUH
 
@@ -15,11 +16,36 @@ namespace
 {
 
 constexpr int kWarpgroup = 128;
-constexpr int kStagingBytes = 8192; /* of a warpgroup */
+constexpr int kStagingParts = 2;
+constexpr int kStagingPartBytes = 4096;
+constexpr int kStagingBytes = kStagingParts * kStagingPartBytes; /* of a warpgroup */
+
+/* Place in a ring of stages: the parity of a phase flips with every round. */
+struct ring_t {
+    int32_t stage;
+    uint32_t parity;
+    __device__ __forceinline__ void advance(int32_t stages)
+    {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
+{
+    while (!ptx_mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+/* The parts of a warpgroup's staging go from it to its storer and back. */
+struct staging_barriers_t {
+    uint64_t full[kStagingParts];
+    uint64_t empty[kStagingParts];
+};
 
 /* A tile as its consumers see it. */
 struct epilogue_t {
-    char *staging;        /* [kStagingBytes], this warpgroup's */
+    char *staging; /* [kStagingBytes], this warpgroup's */
+    staging_barriers_t *barriers;
     const int32_t *rows;  /* [max_n] row of y, or -1 */
     const float2 *scales; /* [max_n] what multiplies the token's products, and its outputs */
     int32_t num_rows;
@@ -84,34 +110,63 @@ __device__ __forceinline__ uint32_t pack_pair(float a, float b, __half)
     return *(uint32_t *)&pair;
 }
 
-/* Tokens [first, first + kTokens) from shared memory, kChunks 16-byte chunks each, to y. */
-template <int kTokens, int kChunks>
-__device__ __forceinline__ void store_staged(const gemm_params_t &p, const epilogue_t &e, int first)
+/* Tokens of a part: their outputs are 64 bytes each when gated, else 128. */
+template <int kChunks> constexpr int kPartRows = kStagingPartBytes / (16 * kChunks);
+
+/* Where chunk `chunk` of 16 bytes of a part's token lies: so that neither stmatrix nor the storer meets a bank twice.
+ */
+template <int kChunks> __device__ __forceinline__ int staged_offset(int token, int chunk)
 {
-    const int chunk = e.tid % kChunks, col = e.col + chunk * 8;
-    if (col >= p.n_out) return;
+    return token * kChunks * 16 + ((chunk ^ (kChunks == 8 ? token & 7 : token >> 1 & 3)) << 4);
+}
+
+/* One warp: a tile's outputs, part by part, to y. All of kInFlight loads are under way before the first store, and a
+ * store is a predicate, not a branch: consumers wait for this warp. */
+template <int kChunks, int kInFlight>
+__device__ __forceinline__ void store_parts(const gemm_params_t &p, const epilogue_t &e, ring_t &parts)
+{
+    constexpr int kPerRound = 32 / kChunks, kRounds = kPartRows<kChunks> / kPerRound;
+    const int lane = threadIdx.x % 32, chunk = lane % kChunks, own = lane / kChunks, col = e.col + chunk * 8;
+    const int num_rows = col < p.n_out ? e.num_rows : 0;
+    const int64_t pitch = (int64_t)p.n_out * 2;
+    char *const y = (char *)p.y + col * 2;
+    for (int first = 0; first < e.num_rows; first += kPartRows<kChunks>, parts.advance(kStagingParts)) {
+        const char *from = e.staging + parts.stage * kStagingPartBytes;
+        const int32_t *rows_from = e.rows + first + own;
+        wait_barrier(ptx_shared_address(&e.barriers->full[parts.stage]), parts.parity);
+#pragma unroll 1
+        for (int i = 0; i < kRounds; i += kInFlight) {
+            int32_t rows[kInFlight];
+            uint4 held[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kTokens * kChunks / kWarpgroup; i++) {
-        const int token = e.tid / kChunks + i * (kWarpgroup / kChunks);
-        const int swizzle = kChunks == 8 ? token & 7 : token >> 1 & 3;
-        if (first + token >= e.num_rows) return;
-        const int32_t row = e.rows[first + token];
-        if (row < 0) continue;
-        uint4 *to = (uint4 *)((char *)p.y + ((int64_t)row * p.n_out + col) * 2);
-        *to = *(const uint4 *)(e.staging + token * kChunks * 16 + ((chunk ^ swizzle) << 4));
+            for (int j = 0; j < kInFlight; j++) {
+                rows[j] = rows_from[(i + j) * kPerRound]; /* past the tile's: any value */
+                held[j] = *(const uint4 *)(from + staged_offset<kChunks>(own + (i + j) * kPerRound, chunk));
+            }
+#pragma unroll
+            for (int j = 0; j < kInFlight; j++)
+                ptx_store_16_if(y + rows[j] * pitch, held[j],
+                                rows[j] >= 0 && first + own + (i + j) * kPerRound < num_rows);
+        }
+        ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->empty[parts.stage]));
     }
 }
 
 /* The accumulators of 32 tokens plus the bias of their row. Registers cannot be indexed, and unrolled the epilogue
  * would be more code than the instruction cache holds: a part of it costs more to fetch than to run. So this is all
  * there is of each part. */
-constexpr int kPartTokens = 32;
-__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[128], int index,
+constexpr int kSelectTokens = 32;
+template <int kRegisters>
+__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[kRegisters], int index,
                                             const float (&bias)[2])
 {
     switch (index) {
 #define PART(n)                                                                                                        \
-    case n: _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2]; break
+    case n:                                                                                                            \
+        if constexpr (16 * n < kRegisters) {                                                                           \
+            _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2];                \
+        }                                                                                                              \
+        break
         PART(0);
         PART(1);
         PART(2);
@@ -124,23 +179,23 @@ __device__ __forceinline__ void select_part(float (&part)[16], const float (&acc
     }
 }
 
-/* 32 outputs of 128 tokens at a time. kPlainSilu: without clamp and weights. */
-template <typename T, bool kPlainSilu>
-__device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+/* 32 outputs a token. kPlainSilu: without clamp and weights. */
+template <typename T, bool kPlainSilu, int kRegisters>
+__device__ __forceinline__ void stage_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
+                                            ring_t &parts)
 {
-    constexpr int kTokens = 128;
     const int lane = e.tid % 32, warp = e.tid / 32;
-    const uint32_t staging = ptx_shared_address(e.staging);
     const sigmoid_family_t family = sigmoid_family(p);
     const float no_bias[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (int first = 0; first < e.num_rows; first += kTokens) {
-        warpgroup_barrier(e.group); /* what was staged before is read */
+    for (int first = 0; first < e.num_rows; first += kPartRows<4>, parts.advance(kStagingParts)) {
+        const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
+        wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
 #pragma unroll 1
-        for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
+        for (int token = first; token < min(first + kPartRows<4>, e.num_rows); token += kSelectTokens) {
             float part[16];
             uint32_t packed[4];
-            select_part(part, acc, token / kPartTokens, kPlainSilu ? e.bias : no_bias);
+            select_part(part, acc, token / kSelectTokens, kPlainSilu ? e.bias : no_bias);
 #pragma unroll
             for (int b = 0; b < 4; b++) {
                 const float *v = part + 4 * b;
@@ -154,55 +209,50 @@ __device__ __forceinline__ void store_gated(const gemm_params_t &p, const epilog
                         scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
                 }
             }
-            const int row = token - first + lane;
-            ptx_stmatrix_x4_trans(staging + row * 64 + ((warp ^ (row >> 1 & 3)) << 4), packed);
+            ptx_stmatrix_x4_trans(staging + staged_offset<4>(token - first + lane, warp), packed);
         }
-        warpgroup_barrier(e.group);
-        store_staged<kTokens, 4>(p, e, first);
+        ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->full[parts.stage]));
     }
 }
 
-/* 64 outputs of 64 tokens at a time. */
-template <typename T>
-__device__ __forceinline__ void store_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+/* 64 outputs a token. */
+template <typename T, int kRegisters>
+__device__ __forceinline__ void stage_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
+                                            ring_t &parts)
 {
-    constexpr int kTokens = 64;
+    static_assert(kPartRows<8> == kSelectTokens, "one selection fills a part");
     const int lane = e.tid % 32, warp = e.tid / 32;
-    const uint32_t staging = ptx_shared_address(e.staging);
 #pragma unroll 1
-    for (int first = 0; first < e.num_rows; first += kTokens) {
-        warpgroup_barrier(e.group);
-#pragma unroll 1
-        for (int token = first; token < min(first + kTokens, e.num_rows); token += kPartTokens) {
-            float part[16];
-            select_part(part, acc, token / kPartTokens, e.bias);
+    for (int token = 0; token < e.num_rows; token += kSelectTokens, parts.advance(kStagingParts)) {
+        const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
+        float part[16];
+        select_part(part, acc, token / kSelectTokens, e.bias);
+        uint32_t packed[2][4];
 #pragma unroll
-            for (int pair = 0; pair < 2; pair++) {
-                uint32_t packed[4];
+        for (int block = 0; block < 4; block++) {
+            /* y and w: the weights of two tokens. */
+            const float4 scale = *(const float4 *)(e.scales + token + 8 * block + 2 * (lane % 4));
 #pragma unroll
-                for (int b = 0; b < 2; b++) {
-                    const int block = 2 * pair + b;
-                    /* y and w: the weights of two tokens. */
-                    const float4 scale = *(const float4 *)(e.scales + token + 8 * block + 2 * (lane % 4));
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const float *v = part + 4 * block + 2 * half;
-                        packed[2 * b + half] = pack_pair(v[0] * scale.y, v[1] * scale.w, T());
-                    }
-                }
-                const int row = token - first + 16 * pair + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-                ptx_stmatrix_x4_trans(staging + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
+            for (int half = 0; half < 2; half++) {
+                const float *v = part + 4 * block + 2 * half;
+                packed[block / 2][block % 2 * 2 + half] = pack_pair(v[0] * scale.y, v[1] * scale.w, T());
             }
         }
-        warpgroup_barrier(e.group);
-        store_staged<kTokens, 8>(p, e, first);
+        wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++)
+            ptx_stmatrix_x4_trans(staging +
+                                      staged_offset<8>(16 * pair + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
+                                  packed[pair]);
+        ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->full[parts.stage]));
     }
 }
 
 /* 32 tokens at a time, as fp32. */
-__device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[128])
+template <int kRegisters>
+__device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters])
 {
-    constexpr int kTokens = kPartTokens, kStep = 4;
+    constexpr int kTokens = kSelectTokens, kStep = 4;
     const int lane = e.tid % 32, warp = e.tid / 32;
     float *staging = (float *)e.staging; /* [kTokens][64], blocks of 8 swizzled by the token */
     const float *bias = p.bias ? p.bias + (int64_t)e.expert * p.n : nullptr;
@@ -265,14 +315,15 @@ inline epilogue_way_t epilogue_way(const epmoe_grouped_gemm_args_t *args)
     return args->activation == EPMOE_ACTIVATION_NONE && !args->weight_on_input ? WAY_PLAIN : WAY_ANY;
 }
 
-template <typename T>
-__device__ __forceinline__ void store_tile(const gemm_params_t &p, int32_t way, const epilogue_t &e,
-                                           const float (&acc)[128])
+/* What a tile's warpgroup does with its accumulators. */
+template <typename T, int kRegisters>
+__device__ __forceinline__ void finish_tile(const gemm_params_t &p, int32_t way, const epilogue_t &e,
+                                            const float (&acc)[kRegisters], ring_t &parts)
 {
     switch (way) {
-    case WAY_PLAIN: store_plain<T>(p, e, acc); break;
-    case WAY_GATED: store_gated<T, false>(p, e, acc); break;
-    case WAY_PLAIN_SILU: store_gated<T, true>(p, e, acc); break;
+    case WAY_PLAIN: stage_plain<T>(p, e, acc, parts); break;
+    case WAY_GATED: stage_gated<T, false>(p, e, acc, parts); break;
+    case WAY_PLAIN_SILU: stage_gated<T, true>(p, e, acc, parts); break;
     default: store_any(p, e, acc);
     }
 }

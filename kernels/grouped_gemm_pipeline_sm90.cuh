@@ -16,12 +16,14 @@ constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
+constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
     int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
     int32_t stages;  /* <= kMostStages */
     int32_t way;     /* epilogue_way_t */
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+    int32_t ordered; /* experts by the width of their tiles instead of by number */
 };
 
 /* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
@@ -50,6 +52,7 @@ struct barriers_t {
     uint64_t empty[kMostStages];
     uint64_t notes_full[2];
     uint64_t notes_empty[2];
+    staging_barriers_t staging[2];
     int32_t warp_sums[kThreads / 32];
 };
 
@@ -66,25 +69,40 @@ struct shared_layout {
     }
 };
 
-/* Place in the ring of stages: the parity of a phase flips with every round. */
-struct ring_t {
-    int32_t stage;
-    uint32_t parity;
-    __device__ __forceinline__ void advance(int32_t stages)
-    {
-        if (++stage == stages) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ int32_t round_width(int32_t rows)
 {
     return rows <= 64 ? (rows + 7) / 8 * 8 : (rows + 15) / 16 * 16;
 }
 
+/* The width of an expert's tiles; its rows are cut evenly into as few as hold them. */
+__device__ __forceinline__ int32_t tile_width(int32_t rows, int32_t row_tiles)
+{
+    return round_width((rows + row_tiles - 1) / row_tiles);
+}
+
+/* order[i] = the expert at place i, widest tiles first, so that blocks, which take turns, have tiles alike at the same
+ * time and the last ones are short. Ranked by counting, which is for a few hundred experts. */
+__device__ __forceinline__ void order_experts(const gemm_params_t &p, int32_t max_n, int16_t *order, int16_t *widths)
+{
+    for (int32_t e = (int32_t)threadIdx.x; e < p.num_experts; e += kThreads) {
+        const int32_t rows = gemm_expert_offset(p, e + 1) - gemm_expert_offset(p, e);
+        widths[e] = rows > 0 ? (int16_t)tile_width(rows, (rows + max_n - 1) / max_n) : (int16_t)0;
+    }
+    __syncthreads();
+    for (int32_t e = (int32_t)threadIdx.x; e < p.num_experts; e += kThreads) {
+        const int32_t own = widths[e];
+        int32_t place = 0;
+        for (int32_t other = 0; other < p.num_experts; other++)
+            place += widths[other] > own || (widths[other] == own && other < e);
+        order[place] = (int16_t)e;
+    }
+    __syncthreads();
+}
+
 /* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
  * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
-__device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t index,
-                                            int32_t clusters)
+__device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, const int16_t *order,
+                                            int64_t index, int32_t clusters)
 {
     int32_t lo = 0, hi = p.num_experts;
     while (hi - lo > 1) {
@@ -96,10 +114,10 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_
     }
     int32_t row_tiles = cumulative[lo + 1] - cumulative[lo];
     int32_t local = (int32_t)(index - (int64_t)cumulative[lo] * clusters);
-    int32_t first = gemm_expert_offset(p, lo), rows = gemm_expert_offset(p, lo + 1) - first;
-    int32_t each = round_width((rows + row_tiles - 1) / row_tiles);
     tile_t tile;
-    tile.expert = lo;
+    tile.expert = order ? order[lo] : lo;
+    int32_t first = gemm_expert_offset(p, tile.expert), rows = gemm_expert_offset(p, tile.expert + 1) - first;
+    int32_t each = tile_width(rows, row_tiles);
     tile.row = first + local % row_tiles * each;
     tile.rows = max(0, min(each, first + rows - tile.row));
     tile.width = round_width(tile.rows);
@@ -116,7 +134,8 @@ struct block_t {
     char *notes;
     int32_t notes_bytes;
     barriers_t *barriers;
-    const int32_t *cumulative;
+    const int32_t *cumulative; /* row tiles of the experts at the places below */
+    const int16_t *order;      /* the expert at a place, or NULL */
     int64_t tiles;
     int64_t first_tile;
     int64_t tile_step;
@@ -143,7 +162,7 @@ struct walk_t {
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
     {
         for (; index < b.tiles; index += b.tile_step) {
-            tile = find_tile(p, b.cumulative, index, b.clusters);
+            tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
             if (tile.rows == 0) continue;
             const int32_t block = tile.cluster * b.line.cluster + b.rank;
             const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;

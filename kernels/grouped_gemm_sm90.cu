@@ -6,6 +6,7 @@
  *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
+ *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
  * both, which saves the L2 cache a third of its reads.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
@@ -21,43 +22,71 @@
 namespace
 {
 
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity)
-{
-    while (!ptx_mbarrier_try_wait(barrier, parity)) {
-    }
-}
-
 /* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 {
     return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* One thread. */
+/* The weights of a step into its stage, whose barrier then also waits for the tokens. */
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
+                                             const CUtensorMap *w_map)
+{
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
+    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
+                    at.tile.expert);
+}
+
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
+                                            const x_maps_t *x_maps)
+{
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    int32_t token = at.first;
+#pragma unroll
+    for (int i = kXMaps - 1; i >= 0; i--) {
+        if (!(at.part & 8 << i)) continue;
+        const uint32_t part = to + token * kBlockK * 2;
+        const int32_t k = at.step * kBlockK, row = at.tile.row + token;
+        if (b.line.cluster == 1)
+            ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
+        else
+            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
+        token += 8 << i;
+    }
+}
+
+/* One thread. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
+ * one ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const uint32_t empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
-    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
-        const int32_t k = at.step * kBlockK;
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
-        ptx_tma_load_5d(to, w_map, done, k, at.w_row, 0, at.w_group, at.tile.expert);
-        int32_t token = at.first;
-#pragma unroll
-        for (int i = kXMaps - 1; i >= 0; i--) {
-            if (!(at.part & 8 << i)) continue;
-            const uint32_t x_to = to + kWeightBytes + token * kBlockK * 2;
-            if (b.line.cluster == 1)
-                ptx_tma_load_2d(x_to, &x_maps->map[i], done, k, at.tile.row + token);
-            else
-                ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, k, at.tile.row + token, 3);
-            token += 8 << i;
+    bool more = at.enter(p, b);
+    if (p.chained) {
+        walk_t first = at;
+        ring_t place = ring;
+        int32_t early = 0;
+        for (; more && early < b.line.stages; early++) {
+            load_weights(b, at, ring, w_map);
+            more = at.advance(p, b);
+            ring.advance(b.line.stages);
         }
+        epmoei_begin_dependent();
+        for (; early > 0; early--) {
+            load_tokens(b, first, place, x_maps);
+            first.advance(p, b);
+            place.advance(b.line.stages);
+        }
+    }
+    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        load_weights(b, at, ring, w_map);
+        load_tokens(b, at, ring, x_maps);
     }
 }
 
@@ -71,7 +100,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
     for (int64_t index = b.first_tile;; index += b.tile_step) {
         tile_t tile = {};
         if (index < b.tiles) {
-            tile = find_tile(p, b.cumulative, index, b.clusters);
+            tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
             if (tile.rows == 0) continue;
         }
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -84,8 +113,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
             b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
         }
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
-        __syncwarp();
-        if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
+        ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(2);
     }
@@ -101,8 +129,8 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 }
 
 /* acc += w x^T over all of K, for tiles of kN tokens. */
-template <typename T, int kN>
-__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[128])
+template <typename T, int kN, int kRegisters>
+__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[kRegisters])
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
@@ -127,34 +155,67 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
     release(b, previous);
 }
 
-template <typename T> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
+__device__ __forceinline__ void take_staging(const block_t &b, int32_t group, epilogue_t &e)
+{
+    e.group = group;
+    e.staging = b.shared + shared_layout(b.line).staging + group * kStagingBytes;
+    e.barriers = &b.barriers->staging[group];
+}
+
+__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, const tile_t &tile,
+                                           epilogue_t &e)
+{
+    e.rows = b.rows_of(stage);
+    e.scales = b.scales_of(stage);
+    e.num_rows = tile.rows;
+    e.expert = tile.expert;
+    e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
+}
+
+/* One warp for a warpgroup of consumers. */
+template <int kInFlight> __device__ __forceinline__ void store(const gemm_params_t &p, const block_t &b, int32_t group)
+{
+    epilogue_t e;
+    take_staging(b, group, e);
+    ring_t notes = {0, 0}, parts = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        read_notes(p, b, notes.stage, tile, e);
+        if (p.gated)
+            store_parts<4, kInFlight>(p, e, parts);
+        else
+            store_parts<8, kInFlight>(p, e, parts);
+        ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
+    }
+}
+
+template <typename T, int kMaxN> __device__ __forceinline__ void consume(const gemm_params_t &p, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
     epilogue_t e;
-    e.group = threadIdx.x / kWarpgroup - 1;
     e.tid = threadIdx.x % kWarpgroup;
-    e.staging = b.shared + shared_layout(b.line).staging + e.group * kStagingBytes;
-    ring_t ring = {0, 0}, notes = {0, 0};
+    take_staging(b, threadIdx.x / kWarpgroup - 1, e);
+    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(2)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
-        e.rows = b.rows_of(notes.stage);
-        e.scales = b.scales_of(notes.stage);
-        e.num_rows = tile.rows;
-        e.expert = tile.expert;
-        e.col = ((tile.cluster * b.line.cluster + b.rank) * kBlockW + e.group * 64) >> (p.gated ? 1 : 0);
+        read_notes(p, b, notes.stage, tile, e);
         load_bias(p, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
-        float acc[128];
+        float acc[kMaxN / 2];
 #pragma unroll
-        for (int i = 0; i < 128; i++) acc[i] = 0.0f;
+        for (int i = 0; i < kMaxN / 2; i++) acc[i] = 0.0f;
         switch (tile.width) {
 #define WIDTH(n)                                                                                                       \
-    case n: multiply<T, n>(b, e.group, ring, acc); break
+    case n:                                                                                                            \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e.group, ring, acc);                                               \
+        break
             WIDTH(8);
             WIDTH(16);
             WIDTH(24);
@@ -177,14 +238,15 @@ template <typename T> __device__ __forceinline__ void consume(const gemm_params_
             WIDTH(256);
 #undef WIDTH
         }
-        store_tile<T>(p, b.line.way, e, acc);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+        finish_tile<T>(p, b.line.way, e, acc, parts);
+        ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+/* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
+ * stream of the other. */
+template <typename T, int kMaxN>
+__global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     grouped_gemm_kernel(const gemm_params_t p, const pipeline_t line, const __grid_constant__ CUtensorMap w_map,
                         const __grid_constant__ x_maps_t x_maps)
 {
@@ -205,13 +267,17 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
         for (int i = 0; i < 2; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
+                              2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+            for (int part = 0; part < kStagingParts; part++) {
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
+            }
         }
         ptx_fence_barrier_init();
     }
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
+    if (!p.chained) epmoei_begin_dependent();
     int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
     b.cumulative = cumulative;
     b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
@@ -219,21 +285,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     b.first_tile = blockIdx.x / line.cluster;
     b.tile_step = gridDim.x / line.cluster;
     b.k_steps = (p.k + kBlockK - 1) / kBlockK;
-    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
+    int16_t *order = line.ordered ? (int16_t *)(cumulative + p.num_experts + 1) : nullptr;
+    b.order = order;
+    if (order) order_experts(p, line.max_n, order, order + p.num_experts);
+    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums, order) * b.clusters;
     __syncthreads();
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<56>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 72>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
+        else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
+            store<kMaxN <= kNarrow ? 2 : 8>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<224>();
-        consume<T>(p, b);
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 216>();
+        consume<T, kMaxN>(p, b);
     }
-    if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+    if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
+    if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
 typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
@@ -293,17 +365,21 @@ epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x,
     return EPMOE_OK;
 }
 
-/* As many stages as fit; 0 when too few for the product to overlap with the copies. */
-int choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, pipeline_t *line, int32_t *bytes)
+/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
+ * copies. */
+bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
+                     int32_t *bytes)
 {
-    const int32_t fewest = 3, limit = epmoei_device_current()->shared_bytes_per_block;
+    const int32_t fewest = 3;
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
+    line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
+    const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
-        if (*bytes <= limit) return line->stages;
+        *bytes = shared_layout(*line).cumulative + list;
+        if (*bytes <= limit) return true;
     }
-    return 0;
+    return false;
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)
@@ -311,9 +387,29 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
     return !args->x_sorted && (args->row_index || args->x_row_divisor > 1);
 }
 
-template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+template <typename T, int kMaxN>
+epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained, const void *x, int64_t x_rows,
+                             const pipeline_t &line, int32_t bytes, epmoe_stream_t stream)
 {
-    const gemm_params_t p = gemm_params(args);
+    gemm_params_t p = gemm_params(args);
+    p.chained = chained;
+    void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
+    CUtensorMap w_map;
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
+    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
+    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
+    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
+    const int64_t clusters = epmoei_min64(tiles, resident / line.cluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, line.cluster,
+                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
+                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
+                              "grouped_gemm_sm90");
+}
+
+template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
+{
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
@@ -321,23 +417,15 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
         x = args->workspace;
         x_rows = args->max_rows;
     }
+    /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
+    const int32_t whole = epmoei_device_current()->shared_bytes_per_block, half = (whole + 1024) / 2 - 1024;
+    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
     pipeline_t line;
-    int32_t bytes = 0;
-    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows);
-    while (!choose_pipeline(args, max_n, &line, &bytes)) max_n -= 32;
     line.way = epilogue_way(args);
-
-    CUtensorMap w_map;
-    x_maps_t x_maps;
-    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
-    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
-    EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
-    int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_kernel<T>, line.cluster,
-                                                              dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
-                                                              (size_t)bytes, stream, p, line, w_map, x_maps),
-                              "grouped_gemm_sm90");
+    if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
+        return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
+    while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
+    return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);
 }
 
 /* Groups of 8 gate and 8 up rows must be whole; others are the sm80 kernel's. */
@@ -354,7 +442,7 @@ extern "C" int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_a
     return (int64_t)args->max_rows * args->k * 2;
 }
 
-extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
 {
     EPMOEI_CHECK(epmoei_grouped_gemm_check_cuda(args));
     if (!is_supported(args)) return epmoei_grouped_gemm_sm80(args, stream);
@@ -363,5 +451,17 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
     EPMOEI_CHECK_ALIGNED(args->workspace, 16);
-    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, stream) : launch<__half>(args, stream);
+    chained = chained && !needs_gather(args);
+    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, chained, stream)
+                                       : launch<__half>(args, chained, stream);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, false, stream);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, true, stream);
 }

@@ -13,7 +13,7 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows)
 
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)
 {
-    enum { kLeast = 64, kMost = 256, kStep = 32 };
+    enum { kLeast = 32, kMost = 256, kStep = 32 };
     double mean = (double)max_rows / num_experts;
     double most = mean + 3.0 * sqrt(mean);
     if (most >= kMost) return kMost;

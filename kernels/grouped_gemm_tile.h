@@ -13,7 +13,7 @@ extern "C" {
  * mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache. */
 int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
 
-/* Most tokens of a tile of the sm90 tier, a multiple of 32 from 64 to 256: the mean plus three of its roots, which is
+/* Most tokens of a tile of the sm90 tier, a multiple of 32 from 32 to 256: the mean plus three of its roots, which is
  * what nearly every expert stays below when tokens choose evenly. An expert cut into two tiles copies its weights into
  * shared memory twice; a higher bound takes room from the stages, and fewer of them hide less of the memory's latency.
  * Within the bound a tile is as wide as its expert's rows need. */

@@ -65,6 +65,7 @@ static void init_tables(void)
     };
     sm90_table = sm80_table;
     sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;
+    sm90_table.grouped_gemm_chained = epmoei_grouped_gemm_chained_sm90;
     sm90_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){

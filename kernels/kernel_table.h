@@ -19,6 +19,9 @@ typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*permute)(const epmoe_permute_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*unpermute)(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*grouped_gemm)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    /* After grouped_gemm has written x, with checked arguments, where all else is older; the same as grouped_gemm but
+     * for when it begins. */
+    epmoe_status_t (*grouped_gemm_chained)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
     int64_t (*grouped_gemm_workspace)(const epmoe_grouped_gemm_args_t *args);
     int64_t (*align_workspace)(const epmoe_align_args_t *args);
     epmoe_status_t (*silu_and_mul)(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);

@@ -291,6 +291,14 @@ template <int kRegisters> __device__ __forceinline__ void ptx_setmaxnreg_dec()
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+/* 16 bytes, if `really`: a predicate where the compiler may make a branch. */
+__device__ __forceinline__ void ptx_store_16_if(void *to, const uint4 &value, bool really)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"((uint32_t)really)
+                 : "memory");
+}
+
 /* Barrier kId (1..15) among `threads` threads. */
 template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {

@@ -95,7 +95,8 @@ template <typename T, int kN> struct ptx_wgmma;
 
 #define EPMOEI_WGMMA(n, r, a_index, b_index)                                                                           \
     template <typename T> struct ptx_wgmma<T, n> {                                                                     \
-        static __device__ __forceinline__ void run(float (&d)[128], uint64_t a, uint64_t b)                            \
+        template <int kRegisters>                                                                                      \
+        static __device__ __forceinline__ void run(float (&d)[kRegisters], uint64_t a, uint64_t b)                     \
         {                                                                                                              \
             if constexpr (ptx_is_bf16<T>::value)                                                                       \
                 EPMOEI_WGMMA_TYPED(n, r, a_index, b_index, "bf16.bf16");                                               \

@@ -32,9 +32,9 @@ struct route_params_t {
     epmoei_router_parts_t parts;
     const float *bias;
     float *logits;
-    int32_t rehearsals; /* blocks that go through the code before the product has ended; they read no more than the
-                         * selection bias, which was there before the product began */
-    uint32_t *counts;   /* NULL = none; [groups,stride]: two experts a word; 0 before */
+    bool rehearses;   /* goes through the code before the product has ended; reads no more than the
+                       * selection bias, which was there before the product began */
+    uint32_t *counts; /* NULL = none; [groups,stride]: two experts a word; 0 before */
     epmoei_route_groups_t groups;
     bool single; /* the one block orders too */
     int32_t *sorted_ids;
@@ -305,7 +305,7 @@ static __global__ void __launch_bounds__(kValues <= 8 ? kSingleThreads : kWideSi
         for (int32_t i = threadIdx.x; i < p.topk.num_experts; i += blockDim.x) bits[i] = 0;
     if (p.single) __syncthreads();
 #pragma unroll 1
-    for (int32_t pass = (int32_t)blockIdx.x < p.rehearsals ? 0 : 1; pass < 2; pass++) {
+    for (int32_t pass = p.rehearses ? 0 : 1; pass < 2; pass++) {
         if (pass == 1) {
             epmoei_begin_dependent();
             tokens = route_tokens(p);
@@ -387,8 +387,8 @@ template <int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe
     if (p.single) threads = epmoei_round_up(epmoei_max64(p.topk.num_tokens * 32, p.topk.num_experts), 32);
     int64_t blocks = epmoei_min64(epmoei_ceil_div(p.topk.num_tokens, threads / 32), kBlocksPerSm * device->num_sms);
     size_t shared_bytes = ((size_t)(threads / 32 * team_floats) + (p.single ? 2 * (size_t)p.topk.num_experts : 0)) * 4;
-    /* Those that come to the device first; later ones find the code in the caches. */
-    p.rehearsals = device->arch == 90 ? device->num_sms : 0;
+    /* Many blocks would take the issue slots of the product that they wait for. */
+    p.rehearses = p.single && device->arch == 90;
     EPMOEI_CHECK(allow_shared((const void *)route_rows_kernel<kValues>, shared_bytes));
     cudaError_t error = epmoei_launch_dependent(route_rows_kernel<kValues>, (unsigned)blocks, (unsigned)threads,
                                                 shared_bytes, stream, p, team_floats);

@@ -326,12 +326,11 @@ template <typename Shape> bool fills(router_params_t p)
 
 template <typename T> epmoe_status_t launch(const router_params_t &p, epmoe_stream_t stream)
 {
-    /* Direct tiles share nothing between blocks: beyond a few blocks per SM a tiled form loads much less. */
-    const int32_t kFewTokens = 8, kFewExperts = 16, kSomeExperts = 32, kBlocksPerSm = 4;
+    /* Direct tiles share nothing between blocks: beyond a block per SM a tiled form loads much less. */
+    const int32_t kFewTokens = 8, kFewExperts = 16, kSomeExperts = 32;
     router_params_t direct = p;
     if (p.num_tokens <= kFewTokens) return launch_direct<T, 8>(p, stream);
-    if (p.num_experts <= kFewExperts ||
-        count_blocks(&direct, 16, kDirectExperts) <= kBlocksPerSm * (int64_t)epmoei_device_current()->num_sms)
+    if (p.num_experts <= kFewExperts || count_blocks(&direct, 16, kDirectExperts) <= epmoei_device_current()->num_sms)
         return launch_direct<T, 16>(p, stream);
     if (p.num_experts > kSomeExperts && fills<tile_128>(p)) return launch_tiled<T, tile_128>(p, stream);
     if (p.num_experts > kSomeExperts && fills<tile_64>(p)) return launch_tiled<T, tile_64>(p, stream);

@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/experts_few.h"
+#include "kernels/grouped_gemm.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
 #include "kernels/sum.h"
@@ -220,8 +221,17 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
+static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const epmoei_kernel_table_t *kernels,
+                                epmoe_stream_t stream)
+{
+    if (!kernels->grouped_gemm_chained) return epmoe_grouped_gemm(args, stream);
+    epmoe_grouped_gemm_args_t checked;
+    EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
+    return kernels->grouped_gemm_chained(&checked, stream);
+}
+
 static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned,
-                                 epmoe_stream_t stream, epmoei_stages_t *stages)
+                                 const epmoei_kernel_table_t *kernels, epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
@@ -234,7 +244,7 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t 
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
-        EPMOEI_CHECK(epmoe_grouped_gemm(&gemm2, stream));
+        EPMOEI_CHECK(run_gemm2(&gemm2, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
 
         epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;
@@ -276,7 +286,7 @@ static epmoe_status_t run(const epmoe_experts_args_t *args, const plan_t *plan, 
     EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
     return kernels->experts_few_gate_up && epmoei_experts_few_takes(args)
                ? run_few(args, plan, kernels, stream, stages)
-               : run_chunks(args, plan, aligned, stream, stages);
+               : run_chunks(args, plan, aligned, kernels, stream, stages);
 }
 
 epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order)

@@ -4,6 +4,8 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 
+#include "kernels/experts_few.h"
+
 #include <string.h>
 
 /* Everything but max_tokens and capacity, which may differ per rank. */
@@ -58,8 +60,14 @@ static epmoe_status_t make_workspace(epmoe_layer_t *layer)
                                                layer->max_rows, workspace));
     EPMOEI_CHECK(
         epmoei_memory_alloc(layer->backend, &layer->workspace_memory, workspace->bytes, "the layer's workspace"));
-    return epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend, layer->local_experts,
-                                         layer->max_rows, workspace);
+    EPMOEI_CHECK(epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend,
+                                               layer->local_experts, layer->max_rows, workspace));
+    if (!workspace->shared_ids) return EPMOE_OK;
+    float ones[EPMOEI_EXPERTS_FEW_MOST_TOKENS];
+    for (int32_t i = 0; i < EPMOEI_EXPERTS_FEW_MOST_TOKENS; i++) ones[i] = 1.0f;
+    EPMOEI_CHECK(epmoei_memory_set(layer->backend, workspace->shared_ids, 0, (int64_t)sizeof ones, NULL));
+    EPMOEI_CHECK(epmoei_memory_copy(layer->backend, workspace->shared_ones, ones, (int64_t)sizeof ones, NULL));
+    return epmoei_stream_wait(layer->backend, NULL);
 }
 
 static epmoe_status_t make_ep(epmoe_layer_t *layer)

@@ -72,6 +72,9 @@ typedef struct epmoei_layer_workspace_t {
     float *shared;      /* [max_tokens,d]: the shared expert's output */
     void *shared_h;     /* [max_tokens,fs] of dtype */
     float *shared_gate; /* [max_tokens]: sigmoids */
+    /* CUDA: the shared expert as the only one of a few tokens, [EPMOEI_EXPERTS_FEW_MOST_TOKENS] zeros and ones. */
+    int32_t *shared_ids;
+    float *shared_ones;
     void *experts_workspace;
     int64_t experts_bytes;
     void *gemm_workspace; /* of the shared expert's products, on the CPU also the router's */

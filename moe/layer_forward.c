@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 #include "kernels/experts_few.h"
+#include "kernels/kernel_table.h"
 #include "kernels/route.h"
 #include "moe/experts.h"
 
@@ -175,6 +176,36 @@ static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *or
     return epmoe_topk(&topk, forward->stream);
 }
 
+/* Few tokens: the shared expert as the only one there is. */
+static epmoe_experts_args_t shared_as_experts(const forward_t *forward)
+{
+    const epmoe_layer_config_t *config = &forward->layer->config;
+    const epmoei_packed_weights_t *weights = &forward->layer->weights;
+    const epmoei_layer_workspace_t *workspace = &forward->layer->workspace;
+    epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
+    experts.backend = forward->layer->backend;
+    experts.num_tokens = forward->args.num_tokens;
+    experts.num_tokens_dev = forward->args.num_tokens_dev;
+    experts.top_k = experts.num_experts = 1;
+    experts.hidden = config->hidden;
+    experts.intermediate = config->shared_intermediate;
+    experts.dtype = config->dtype;
+    experts.y_dtype = EPMOE_F32;
+    experts.x = forward->args.x;
+    experts.ids = workspace->shared_ids;
+    experts.weights = config->shared_gated ? workspace->shared_gate : workspace->shared_ones;
+    experts.gate_up.format = weights->formats.shared_gate_up;
+    experts.gate_up.data = weights->shared_gate_up;
+    experts.down.format = weights->formats.shared_down;
+    experts.down.data = weights->shared_down;
+    experts.layout = EPMOE_LAYOUT_PACKED;
+    experts.activation = config->activation;
+    experts.alpha = config->alpha;
+    experts.limit = config->limit;
+    experts.y = workspace->shared;
+    return experts;
+}
+
 /* workspace->shared = the shared expert's output in fp32, times its gate. */
 static epmoe_status_t run_shared(forward_t *forward)
 {
@@ -192,6 +223,13 @@ static epmoe_status_t run_shared(forward_t *forward)
         gate.batch_invariant = 1;
         gate.activation = EPMOE_ACTIVATION_SIGMOID;
         EPMOEI_CHECK(epmoe_grouped_gemm(&gate, forward->stream));
+    }
+    const epmoei_kernel_table_t *kernels;
+    EPMOEI_CHECK(epmoei_kernels(layer->backend, &kernels));
+    const epmoe_experts_args_t few = shared_as_experts(forward);
+    if (kernels->experts_few_gate_up && epmoei_experts_few_takes(&few)) {
+        EPMOEI_CHECK(kernels->experts_few_gate_up(&few, workspace->shared_h, forward->stream));
+        return kernels->experts_few_down(&few, workspace->shared_h, forward->stream);
     }
     epmoe_grouped_gemm_args_t gemm1 =
         dense_gemm(forward, 2 * config->shared_intermediate, config->hidden, forward->args.x,

@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "comm/comm.h"
+#include "kernels/experts_few.h"
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
 #include "kernels/route.h"
@@ -183,6 +184,9 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
     workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
+    const bool few = backend == EPMOE_BACKEND_CUDA && config->shared_intermediate;
+    workspace.shared_ids = epmoei_carve(&arena, few ? EPMOEI_EXPERTS_FEW_MOST_TOKENS * 4 : 0);
+    workspace.shared_ones = epmoei_carve(&arena, few ? EPMOEI_EXPERTS_FEW_MOST_TOKENS * 4 : 0);
     workspace.experts_workspace = epmoei_carve(&arena, workspace.experts_bytes);
     workspace.gemm_workspace = epmoei_carve(&arena, workspace.gemm_bytes);
     workspace.route_workspace = epmoei_carve(&arena, workspace.route_bytes);
