@@ -1,6 +1,7 @@
 #include "dense_layers/linear_cublas.h"
 
 #include "base/device.h"
+#include "base/dtype.h"
 
 #if EPMOE_HAVE_CUDA && EPMOE_HAVE_CUBLASLT
 
