@@ -20,6 +20,7 @@ typedef struct bench_t {
     epmoe_checkpoint_t *checkpoint; /* NULL: random weights */
     epmoe_layer_config_t config;
     epmoe_layer_t *layer;
+    epmoe_ep_t *barrier; /* see cuda_timing_t; NULL where the transport has none */
     reference_t reference;
     float *selection_bias; /* [E] or NULL */
     routing_t routing;

@@ -204,6 +204,7 @@ static epmoe_status_t time_cuda(bench_case_t *made, const bench_t *bench, forwar
                             .warmup = bench->warmup,
                             .iters = bench->iters,
                             .comm = bench->program->comm,
+                            .barrier = bench->barrier,
                             .nap = nap};
     EPMOEI_CHECK(cuda_time(&bench->cuda, &timing, made->times));
     epmoe_status_t status = download_timed(made);
@@ -216,6 +217,8 @@ epmoe_status_t case_run(bench_case_t *made, const bench_t *bench, case_result_t 
     const options_t *options = bench->options;
     forward_t forward = {.bench = bench, .args = EPMOE_FORWARD_ARGS_INIT};
     forward.args.num_tokens = made->num_tokens;
+    for (int32_t r = 0; r < bench->program->size; r++)
+        if (made->tokens[r] > forward.args.max_rank_tokens) forward.args.max_rank_tokens = made->tokens[r];
     forward.args.x = made->x.run;
     forward.args.y = made->y.run;
     forward.args.logits = made->logits.run;

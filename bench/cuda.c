@@ -95,6 +95,11 @@ static epmoe_status_t run_once(const cuda_t *cuda, const cuda_timing_t *timing, 
 {
     float ms;
     if (timing->flush) EPMOEI_CHECK(cuda_read(cuda, cuda->flush, cuda->flush_bytes));
+    if (timing->barrier) {
+        epmoe_dispatch_args_t nothing = EPMOE_DISPATCH_ARGS_INIT;
+        epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+        EPMOEI_CHECK(epmoe_dispatch(timing->barrier, &nothing, &rows, cuda->stream));
+    }
     EPMOEI_CUDA(cudaEventRecord(cuda->start, cuda->stream));
     if (timing->nap) {
         EPMOEI_CHECK(

@@ -34,6 +34,7 @@ typedef struct cuda_timing_t {
     int32_t warmup;
     int32_t iters;
     epmoe_comm_t *comm;         /* its ranks start each iteration together */
+    epmoe_ep_t *barrier;        /* over p2p, for no tokens: so do their devices; NULL = only the hosts */
     const struct timespec *nap; /* slept between the first event and `run`; NULL = not */
 } cuda_timing_t;
 

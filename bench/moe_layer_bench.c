@@ -1,11 +1,13 @@
 /* moe_layer_bench: see options.c for what it does and prints. */
 #include "bench/agree.h"
 #include "bench/bench.h"
+#include "bench/exchange.h"
 #include "bench/op.h"
 #include "bench/report.h"
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "kernels/kernel_table.h"
 #include "moe/layer.h"
 
 #include <math.h>
@@ -24,8 +26,6 @@ static int refuse(bench_t *bench)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
     bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
     const char *format = options->weight_format ? bench_dtype_name(bench) : "";
-    if (options->weight_format && cuda)
-        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: on CUDA bf16 or fp16", format);
     if (options->weight_format && options->op)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: --op takes bf16, fp16 or fp32",
                                   format);
@@ -35,6 +35,8 @@ static int refuse(bench_t *bench)
     if (options->graph > 0 && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
+    if (options->op && !strcmp(options->op, "exchange") && !cuda)
+        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--op exchange: it needs the cuda backend");
     if (cuda && options->dtype == EPMOE_F32)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--dtype fp32: the cuda backend computes in bf16 and fp16");
@@ -101,6 +103,7 @@ static epmoe_status_t configure(bench_t *bench)
     epmoe_layer_config_t *config = &bench->config;
     config->dtype = options->dtype;
     if (!options->checkpoint) config->weight_format = options->weight_format;
+    config->fp8_activations = options->fp8_activations;
     config->capacity = options->capacity;
     config->max_tokens = 1;
     for (int32_t i = 0; i < options->num_cases; i++) {
@@ -196,6 +199,23 @@ static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
     return EPMOE_OK;
 }
 
+static epmoe_status_t make_barrier(bench_t *bench)
+{
+    epmoe_ep_config_t nothing = EPMOE_EP_CONFIG_INIT;
+    if (bench->program->size == 1 || epmoe_comm_transport(bench->program->comm) != EPMOE_TRANSPORT_P2P) return EPMOE_OK;
+    nothing.num_experts = nothing.top_k = 1;
+    nothing.hidden = 8;
+    nothing.dtype = EPMOE_BF16;
+    return epmoe_ep_create(bench->program->comm, &nothing, &bench->barrier);
+}
+
+static epmoe_status_t run(bench_t *bench, int64_t *wrong)
+{
+    const char *op = bench->options->op;
+    if (!op) return run_layer(bench, wrong);
+    return strcmp(op, "exchange") ? op_run(bench, wrong) : exchange_run(bench, wrong);
+}
+
 static int work(program_t *program, const options_t *options)
 {
     epmoe_status_t status;
@@ -216,12 +236,14 @@ static int work(program_t *program, const options_t *options)
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, cuda ? cuda_create(&bench.cuda) : EPMOE_OK), done);
     EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, options->dtype), done);
-    EPMOEI_CHECK_GOTO(options->op ? op_run(&bench, &wrong) : run_layer(&bench, &wrong), done);
+    EPMOEI_CHECK_GOTO(make_barrier(&bench), done);
+    EPMOEI_CHECK_GOTO(run(&bench, &wrong), done);
 done:
     report_idle(&bench);
     code = bench_report(program, status);
     if (!code && wrong) code = PROGRAM_FAILED;
     epmoe_layer_destroy(bench.layer);
+    epmoe_ep_destroy(bench.barrier);
     epmoe_checkpoint_close(bench.checkpoint);
     ceilings_free(&bench.ceilings);
     cuda_destroy(&bench.cuda);

@@ -23,10 +23,12 @@ enum {
     OPT_GRAPH,
     OPT_DECODER,
     OPT_CHECK,
+    OPT_ACT,
     OPT_FORMAT,
     OPT_SEED,
     OPT_TIMEOUT,
     OPT_OP,
+    OPT_COMM_SMS,
     OPT_LIST_MODELS,
     OPT_INJECT_SLEEP,
     OPT_INJECT_NAN,
@@ -49,10 +51,12 @@ static const struct option k_options[] = {
     {"graph", required_argument, NULL, OPT_GRAPH},
     {"decoder", no_argument, NULL, OPT_DECODER},
     {"check", optional_argument, NULL, OPT_CHECK},
+    {"act", required_argument, NULL, OPT_ACT},
     {"format", required_argument, NULL, OPT_FORMAT},
     {"seed", required_argument, NULL, OPT_SEED},
     {"timeout", required_argument, NULL, OPT_TIMEOUT},
     {"op", required_argument, NULL, OPT_OP},
+    {"comm-sms", required_argument, NULL, OPT_COMM_SMS},
     {"list-models", no_argument, NULL, OPT_LIST_MODELS},
     {"inject-sleep", required_argument, NULL, OPT_INJECT_SLEEP},
     {"inject-nan", no_argument, NULL, OPT_INJECT_NAN},
@@ -74,20 +78,25 @@ static const char k_help[] =
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
     "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
+    "  --act A                  of fp8 weights: fp8 = activations are quantised too, on the CPU; default none\n"
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
     "  --decoder                the whole decoder layer\n"
     "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum,\n"
-    "                           rms_norm, rope, qk_norm_rope, cache_write, on the CPU attention (decode), prefill,\n"
+    "                           quantize_fp8, dequant, rms_norm, rope, qk_norm_rope, cache_write,\n"
+    "                           on the CPU attention (decode), prefill,\n"
     "                           sample, spec_verify,\n"
-    "                           on CUDA router: product, topk and align as the layer does them\n"
+    "                           on CUDA router: product, topk and align as the layer does them;\n"
+    "                           on CUDA exchange: dispatch and combine of all ranks, over every transport they can "
+    "use\n"
+    "  --comm-sms N             --op exchange, p2p: most multiprocessors it takes; default all\n"
     "How it runs\n"
     "  --backend B              auto (default), cpu, cuda\n"
     "  --transport T            auto (default), p2p, nccl, mpi\n"
     "  --iters N                timed iterations, at least 1; default 10, on CUDA 20\n"
     "  --warmup N               iterations before them; default 3, on CUDA 5\n"
-    "  --graph 0|1              time the replay of a CUDA graph; default 1 on CUDA with one rank, else 0\n"
+    "  --graph 0|1              time the replay of a CUDA graph; default 1 on CUDA with one rank or p2p, else 0\n"
     "  --timeout S              longest wait for a peer, in seconds; default 30\n"
     "  --seed N                 of weights, inputs and routing; default 1\n"
     "What it says\n"
@@ -244,10 +253,10 @@ static const char *parse_flag(const char *text, int32_t *value)
 static const char *parse_option(options_t *options, int option, const char *text)
 {
     static const char *const formats[] = {"table", "json", NULL};
-    static const char *const ops[] = {"topk",         "align",       "permute",   "unpermute", "grouped_gemm",
-                                      "silu_and_mul", "sum",         "router",    "rms_norm",  "rope",
-                                      "qk_norm_rope", "cache_write", "attention", "prefill",   "sample",
-                                      "spec_verify",  NULL};
+    static const char *const ops[] = {"topk",         "align",  "permute",      "unpermute",   "grouped_gemm",
+                                      "silu_and_mul", "sum",    "quantize_fp8", "dequant",     "router",
+                                      "rms_norm",     "rope",   "qk_norm_rope", "cache_write", "attention",
+                                      "prefill",      "sample", "spec_verify",  "exchange",    NULL};
     static const char list_expected[] = "numbers from 0 on, with commas between them";
     const char *expected = NULL;
     int32_t flag = 1;
@@ -282,12 +291,17 @@ static const char *parse_option(options_t *options, int option, const char *text
         break;
     case OPT_TIMEOUT:
         return parse_double(text, 1e-3, 1e6, &options->timeout_s) ? NULL : "seconds from 0.001 to 1000000";
+    case OPT_ACT:
+        if (strcmp(text, "fp8") && strcmp(text, "none")) return "fp8 or none";
+        options->fp8_activations = strcmp(text, "fp8") ? -1 : 1;
+        break;
     case OPT_OP:
         options->op = text;
         return find_name(ops, text) >= 0
                    ? NULL
-                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum, router, rms_norm, "
-                     "rope, qk_norm_rope, cache_write, attention, prefill, sample or spec_verify";
+                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum, quantize_fp8, dequant, router, "
+                     "rms_norm, rope, qk_norm_rope, cache_write, attention, prefill, sample, spec_verify or exchange";
+    case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);
     case OPT_INJECT_NAN: options->inject_nan = true; break;
@@ -351,7 +365,10 @@ int options_parse(options_t *options, const program_t *program, int argc, char *
     if (options->inject_sleep_rank >= program->size)
         return program_error_once(program, PROGRAM_BAD_INPUT, "--inject-sleep is for rank %d: there are %d ranks",
                                   options->inject_sleep_rank, program->size);
-    if (options->op && program->size > 1)
+    if (options->op && !strcmp(options->op, "exchange")) {
+        if (program->size == 1)
+            return program_error_once(program, PROGRAM_BAD_INPUT, "--op exchange needs at least two ranks");
+    } else if (options->op && program->size > 1)
         return program_error_once(program, PROGRAM_BAD_INPUT, "--op runs on one rank: there are %d", program->size);
     return PROGRAM_OK;
 }

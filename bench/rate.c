@@ -38,11 +38,11 @@ typedef struct sizes_t {
     double router, gate_up, down, shared_gate_up, shared_down;
 } sizes_t;
 
-static double element_bytes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols,
-                            bool halves)
+static double element_bytes(epmoe_backend_t backend, epmoe_format_t format, const epmoei_pack_shape_t *pack,
+                            int64_t rows, int64_t cols, bool halves)
 {
     double elements = (double)rows * (double)cols;
-    return elements > 0 ? (double)epmoei_matrix_sizes(format, pack, rows, cols, halves).total / elements : 0;
+    return elements > 0 ? (double)epmoei_matrix_sizes(backend, format, pack, rows, cols, halves).total / elements : 0;
 }
 
 static sizes_t stored_sizes(const bench_t *bench)
@@ -52,10 +52,11 @@ static sizes_t stored_sizes(const bench_t *bench)
     int64_t d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
     return (sizes_t){
         .router = epmoe_dtype_size(formats->router),
-        .gate_up = element_bytes(formats->gate_up, &formats->gate_up_pack, 2 * f, d, true),
-        .down = element_bytes(formats->down, &formats->down_pack, d, f, false),
-        .shared_gate_up = element_bytes(formats->shared_gate_up, &formats->shared_gate_up_pack, 2 * fs, d, true),
-        .shared_down = element_bytes(formats->shared_down, &formats->shared_down_pack, d, fs, false),
+        .gate_up = element_bytes(bench->backend, formats->gate_up, &formats->gate_up_pack, 2 * f, d, true),
+        .down = element_bytes(bench->backend, formats->down, &formats->down_pack, d, f, false),
+        .shared_gate_up =
+            element_bytes(bench->backend, formats->shared_gate_up, &formats->shared_gate_up_pack, 2 * fs, d, true),
+        .shared_down = element_bytes(bench->backend, formats->shared_down, &formats->shared_down_pack, d, fs, false),
     };
 }
 

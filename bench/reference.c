@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/blas_threads.h"
+#include "kernels/quantize_fp8.h"
 #include "kernels/random_quant.h"
 
 #include <cblas.h>
@@ -213,12 +214,31 @@ done:
     return status;
 }
 
+/* What is left of rows [rows,cols] after rounding to dtype and quantising, 128 columns per scale. */
+static epmoe_status_t quantise_rows(double *x, int64_t rows, int64_t cols, epmoe_dtype_t dtype)
+{
+    bool failed = false;
+#pragma omp parallel for schedule(static) reduction(|| : failed)
+    for (int64_t i = 0; i < rows; i++) {
+        float *row = epmoei_alloc(cols * 4);
+        failed = failed || !row;
+        if (!row) continue;
+        for (int64_t c = 0; c < cols; c++) row[c] = epmoei_round_to((float)x[i * cols + c], dtype);
+        epmoei_quantize_fp8_round_row(row, cols);
+        for (int64_t c = 0; c < cols; c++) x[i * cols + c] = (double)row[c];
+        epmoei_free(row);
+    }
+    return failed ? epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "%lld bytes for a reference row", (long long)(cols * 4))
+                  : EPMOE_OK;
+}
+
 epmoe_status_t reference_expert(const reference_t *reference, int32_t expert, const double *x, const double *weights,
                                 int32_t rows, double *y)
 {
     epmoe_status_t status;
     const epmoe_layer_config_t *config = reference->config;
-    double *gate = NULL, *up = NULL;
+    double *gate = NULL, *up = NULL, *codes = NULL;
+    bool fp8 = expert == REFERENCE_SHARED ? reference->fp8_shared : reference->fp8_experts;
     expert_t source;
     if (rows == 0) return EPMOE_OK;
     EPMOEI_CHECK(find_expert(reference, expert, &source));
@@ -226,24 +246,32 @@ epmoe_status_t reference_expert(const reference_t *reference, int32_t expert, co
     bool on_input = weights && config->weight_on_input;
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&gate, rows * f * 8, "reference rows"), done);
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&up, rows * f * 8, "reference rows"), done);
+    if (fp8) {
+        EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&codes, rows * d * 8, "reference rows"), done);
+        memcpy(codes, x, (size_t)(rows * d * 8));
+        EPMOEI_CHECK_GOTO(quantise_rows(codes, rows, d, config->dtype), done);
+    }
+    const double *seen = fp8 ? codes : x;
     if (on_input) {
         /* The product is linear: weighting the input is weighting the product before the bias. */
         double *weighted = NULL;
         EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&weighted, rows * d * 8, "reference rows"), done);
-        for (int64_t i = 0; i < rows * d; i++) weighted[i] = x[i] * weights[i / d];
+        for (int64_t i = 0; i < rows * d; i++) weighted[i] = seen[i] * weights[i / d];
         status = multiply(&source.gate, present(&source.gate_bias), weighted, rows, gate);
         if (status == EPMOE_OK) status = multiply(&source.up, present(&source.up_bias), weighted, rows, up);
         epmoei_free(weighted);
         if (status != EPMOE_OK) goto done;
     } else {
-        EPMOEI_CHECK_GOTO(multiply(&source.gate, present(&source.gate_bias), x, rows, gate), done);
-        EPMOEI_CHECK_GOTO(multiply(&source.up, present(&source.up_bias), x, rows, up), done);
+        EPMOEI_CHECK_GOTO(multiply(&source.gate, present(&source.gate_bias), seen, rows, gate), done);
+        EPMOEI_CHECK_GOTO(multiply(&source.up, present(&source.up_bias), seen, rows, up), done);
     }
     for (int64_t i = 0; i < rows * f; i++) gate[i] = activate(config, gate[i], up[i]);
+    if (fp8) EPMOEI_CHECK_GOTO(quantise_rows(gate, rows, f, config->dtype), done);
     EPMOEI_CHECK_GOTO(multiply(&source.down, present(&source.down_bias), gate, rows, y), done);
     for (int64_t i = 0; i < rows * d && weights && !on_input; i++) y[i] *= weights[i / d];
     if (expert == REFERENCE_SHARED && config->shared_gated) status = apply_shared_gate(reference, x, rows, y);
 done:
+    epmoei_free(codes);
     epmoei_free(up);
     epmoei_free(gate);
     return status;

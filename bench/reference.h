@@ -1,5 +1,5 @@
 /* The layer in double precision, from the weights' origin (the seed or the checkpoint's files) and never from the
- * library's copies. It follows the contract without its roundings: h stays double. */
+ * library's copies. It follows the contract without its roundings, but for FP8 activations: h stays double. */
 #ifndef EPMOE_BENCH_REFERENCE_H
 #define EPMOE_BENCH_REFERENCE_H
 
@@ -14,6 +14,9 @@ typedef struct reference_t {
     uint64_t seed;
     const epmoe_checkpoint_t *checkpoint; /* NULL: random */
     int32_t layer;
+    /* The products quantise their activations: then h is rounded too, since its codes depend on that. */
+    bool fp8_experts;
+    bool fp8_shared;
 } reference_t;
 
 /* The expert of that number in the functions below. */

@@ -48,7 +48,7 @@ static void print_speeds(const bench_t *bench)
     if (bench->backend != EPMOE_BACKEND_CUDA)
         printf("fp32 GEMM %.1f GFLOP/s", ceilings->flops_per_s * 1e-9);
     else if (isfinite(ceilings->flops_per_s))
-        printf("%s GEMM %.1f TFLOP/s", bench_dtype_name(bench), ceilings->flops_per_s * 1e-12);
+        printf("%s GEMM %.1f TFLOP/s", epmoe_dtype_string(bench->options->dtype), ceilings->flops_per_s * 1e-12);
     else
         printf("GEMM unknown (built without cuBLASLt)");
 }
@@ -175,6 +175,7 @@ epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const
 void report_op_header(const bench_t *bench)
 {
     const epmoe_layer_config_t *config = &bench->config;
+    if (bench->program->rank) return;
     report_warnings(bench);
     if (bench->options->json) return;
     printf("epmoe op %s at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->options->op,
@@ -185,6 +186,7 @@ void report_op_header(const bench_t *bench)
            bench->program->num_threads);
     print_ceilings(bench);
     printf("\n");
+    if (bench->program->size > 1) return; /* an op of all ranks has a table of its own */
     printf("%10s %10s %10s %10s %9s %8s %10s %8s %6s %9s\n", "tokens", "us median", "min", "max", "GB/s", "TFLOP/s",
            "floor us", "of floor", "wrong", "max err");
 }

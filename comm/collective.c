@@ -26,6 +26,7 @@ int64_t epmoei_comm_records_size(int32_t size) { return (int64_t)size * (int64_t
 
 epmoe_status_t epmoei_comm_enter(epmoe_comm_t *comm)
 {
+    if (comm->ops && comm->ops->check) EPMOEI_CHECK(comm->ops->check(comm));
     if (comm->failed != EPMOE_OK)
         return epmoei_fail(EPMOE_ERROR_BAD_STATE, "the communicator has failed before (%s): %s",
                            epmoe_status_string(comm->failed), comm->failed_text);

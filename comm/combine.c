@@ -53,6 +53,10 @@ epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, e
     ep->state = EPMOEI_EP_IDLE;
     epmoe_combine_args_t own = EPMOE_COMBINE_ARGS_INIT;
     epmoe_status_t local = check_args(ep, &own, args);
+    if (epmoei_ep_plans_on_device(ep)) {
+        EPMOEI_CHECK(ep->comm->ops->combine(ep, local == EPMOE_OK ? &own : NULL, stream));
+        return local;
+    }
     if (ep->size > 1) { /* also with a bad argument: the peers wait for these rows */
         epmoe_status_t moved = bring_home(ep, stream);
         if (moved != EPMOE_OK) return epmoei_comm_fail(ep->comm, moved);

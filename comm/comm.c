@@ -90,7 +90,7 @@ static epmoe_status_t take_transport(epmoe_comm_t *comm, const epmoe_comm_config
         if (!epmoei_transport_ops(config->transport))
             return epmoei_fail(
                 EPMOE_ERROR_NOT_SUPPORTED, "config.transport is %s: %s", epmoe_transport_string(config->transport),
-                config->transport == EPMOE_TRANSPORT_NCCL ? "this build has no NCCL" : "this version does not have it");
+                config->transport == EPMOE_TRANSPORT_NCCL ? "this build has no NCCL" : "this build has no CUDA");
         return EPMOE_OK;
     default:
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is %d: expected an epmoe_transport_t",
@@ -236,5 +236,7 @@ int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm) { return comm ? co
 epmoe_status_t epmoe_comm_get_async_error(const epmoe_comm_t *comm)
 {
     if (!comm) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "comm is NULL");
+    /* What kernels have found becomes the communicator's own here. */
+    if (comm->ops && comm->ops->check) comm->ops->check((epmoe_comm_t *)(uintptr_t)comm);
     return comm->failed;
 }

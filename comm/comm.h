@@ -10,6 +10,7 @@
 
 struct epmoei_record; /* what one rank says in epmoei_comm_agree_on */
 struct epmoei_nccl;   /* transport nccl's */
+struct epmoei_p2p;    /* transport p2p's */
 typedef struct epmoei_transport_ops epmoei_transport_ops_t;
 
 struct epmoe_comm {
@@ -24,6 +25,7 @@ struct epmoe_comm {
     /* comm/ alone */
     const epmoei_transport_ops_t *ops;
     struct epmoei_nccl *nccl;
+    struct epmoei_p2p *p2p;
     bool exchanging;               /* between the halves of an exchange */
     double wait_left_s;            /* what the call in progress may still wait for peers */
     int64_t num_objects;           /* dispatch objects made so far: numbers them alike on all ranks */
@@ -86,9 +88,12 @@ epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t
                                      epmoe_stream_t stream);
 epmoe_status_t epmoei_dispatch_finish(epmoe_ep_t *ep, epmoe_dispatch_result_t *result, epmoe_stream_t stream);
 
-/* Rows that the last dispatch brought here, known to the host; the device's copy is the result's. */
+/* Whether only the device knows how many rows a dispatch brings, so that calls may be captured in a graph. */
+bool epmoei_ep_counts_on_device(const epmoe_ep_t *ep);
+/* Rows that the last dispatch brought here, known to the host; the device's copy is the result's. Where only the device
+ * knows, its bound. */
 int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep);
-/* Bytes that the last dispatch sent to other ranks, and that its combine sends. */
+/* Bytes that the last dispatch sent to other ranks, and that its combine sends; 0 where only the device knows. */
 int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep);
 
 #endif

@@ -11,6 +11,9 @@ const epmoei_transport_ops_t *epmoei_transport_ops(epmoe_transport_t transport)
 #if EPMOE_HAVE_NCCL
     case EPMOE_TRANSPORT_NCCL: return &epmoei_transport_nccl;
 #endif
+#if EPMOE_HAVE_CUDA
+    case EPMOE_TRANSPORT_P2P: return &epmoei_transport_p2p;
+#endif
     case EPMOE_TRANSPORT_LOCAL:
     case EPMOE_TRANSPORT_MPI: return &epmoei_transport_mpi;
     default: return NULL;
@@ -141,6 +144,14 @@ static epmoe_status_t settle_transport(epmoe_comm_t *comm, const sharing_t *shar
                 EPMOE_LOG_WARNING,
                 "communicator: up to %d ranks share one device (ranks %d and %d do): transport mpi by way of host "
                 "memory, times mean nothing",
+                sharing->ranks, sharing->first, sharing->second);
+        return EPMOE_OK;
+    case EPMOE_TRANSPORT_P2P:
+        if (shared && comm->bootstrap.rank == 0)
+            epmoei_log(
+                EPMOE_LOG_INFO,
+                "communicator: up to %d ranks share one device (ranks %d and %d do) over p2p: their kernels take "
+                "turns, times mean nothing",
                 sharing->ranks, sharing->first, sharing->second);
         return EPMOE_OK;
     case EPMOE_TRANSPORT_NCCL:

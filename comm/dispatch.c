@@ -28,6 +28,14 @@ static epmoe_status_t check_args(const epmoe_ep_t *ep, epmoe_dispatch_args_t *ow
                            : !own->ids ? "ids"
                                        : "weights",
                            tokens);
+    if (own->max_rank_tokens < 0 || (own->max_rank_tokens && own->max_rank_tokens < tokens))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "max_rank_tokens is %d: expected 0 or at least num_tokens (%d)", own->max_rank_tokens,
+                           tokens);
+    if (own->num_tokens_dev && !epmoei_ep_plans_on_device(ep))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "num_tokens_dev is given: over transport %s with %d ranks T is num_tokens alone",
+                           epmoe_transport_string(ep->comm->transport), ep->size);
     EPMOEI_CHECK(epmoei_ep_check_aligned(ep, "x", own->x));
     EPMOEI_CHECK(epmoei_ep_check_aligned(ep, "ids", own->ids));
     return epmoei_ep_check_aligned(ep, "weights", own->weights);
@@ -149,6 +157,23 @@ static epmoe_status_t begin_remote(epmoe_ep_t *ep, const epmoe_dispatch_args_t *
     return packed == EPMOE_OK ? EPMOE_OK : epmoei_comm_fail(ep->comm, packed);
 }
 
+/* Everything is the device's. Where this rank cannot use its stream, or nobody may ever launch what it captures, the
+ * call has not taken place. */
+static epmoe_status_t dispatch_on_device(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
+                                         epmoe_stream_t stream)
+{
+    epmoe_dispatch_args_t own = EPMOE_DISPATCH_ARGS_INIT;
+    EPMOEI_CHECK(epmoei_ep_check_stream(ep, "dispatch", stream));
+    if (local == EPMOE_OK) local = check_args(ep, &own, args);
+    if (local != EPMOE_OK && epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream)) return local;
+    ep->state = EPMOEI_EP_IDLE;
+    ep->routing_valid = false;
+    EPMOEI_CHECK(ep->comm->ops->dispatch(ep, &own, local, stream));
+    ep->num_tokens = own.num_tokens;
+    ep->state = EPMOEI_EP_SENDING;
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
                                      epmoe_stream_t stream)
 {
@@ -156,6 +181,7 @@ epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t
     if (ep->state == EPMOEI_EP_SENDING)
         return epmoei_fail(EPMOE_ERROR_BAD_STATE, "dispatch: the one before has not been finished");
     EPMOEI_CHECK(epmoei_comm_enter(ep->comm));
+    if (epmoei_ep_plans_on_device(ep)) return dispatch_on_device(ep, args, local, stream);
     epmoe_dispatch_args_t own = EPMOE_DISPATCH_ARGS_INIT;
     if (local == EPMOE_OK) local = epmoei_ep_check_stream(ep, "dispatch", stream);
     if (local == EPMOE_OK) local = check_args(ep, &own, args);
@@ -181,8 +207,9 @@ epmoe_status_t epmoei_dispatch_finish(epmoe_ep_t *ep, epmoe_dispatch_result_t *r
     ep->state = EPMOEI_EP_IDLE;
     const int32_t *num_rows = epmoei_ep_is_cuda(ep) ? ep->buffers.device_num_rows : &ep->num_rows;
     epmoe_status_t status = EPMOE_OK;
-    if (ep->size > 1) status = finish_rows(ep, stream);
-    if (status == EPMOE_OK && epmoei_ep_is_cuda(ep))
+    bool on_device = epmoei_ep_plans_on_device(ep);
+    if (ep->size > 1 && !on_device) status = finish_rows(ep, stream);
+    if (status == EPMOE_OK && epmoei_ep_is_cuda(ep) && !on_device)
         status = epmoei_store_count(EPMOE_BACKEND_CUDA, ep->buffers.device_num_rows, ep->num_rows, stream);
     if (status != EPMOE_OK) return ep->size > 1 ? epmoei_comm_fail(ep->comm, status) : status;
     ep->state = EPMOEI_EP_OPEN;

@@ -36,8 +36,9 @@ static void carve_buffers(epmoei_ep_buffers_t *b, arenas_t *arenas, const epmoe_
     int64_t row = d * epmoe_dtype_size(config->dtype);
     int64_t partial_row = d * epmoe_dtype_size(partial_dtype(config->dtype, size));
     *b = (epmoei_ep_buffers_t){0};
-    b->y = epmoei_carve(device, max_rows * partial_row);
     b->capacity = epmoei_carve(host, 8 * ranks);
+    if (size > 1 && transport == EPMOE_TRANSPORT_P2P) return; /* which has its own */
+    b->y = epmoei_carve(device, max_rows * partial_row);
     if (cuda) b->device_num_rows = epmoei_carve(device, 4);
     if (size == 1) return;
 
@@ -93,6 +94,9 @@ static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_
     if (own->wire_dtype != own->dtype)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.wire_dtype is %s (%d): only dtype (%s) is supported",
                            epmoe_dtype_string(own->wire_dtype), (int)own->wire_dtype, epmoe_dtype_string(own->dtype));
+    if (own->comm_sms < 0)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.comm_sms is %d: expected 0 (all) or more",
+                           own->comm_sms);
     if (own->capacity < 0 || own->capacity > INT32_MAX)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.capacity is %lld: expected 0 (the worst case) to %d",
                            (long long)own->capacity, INT32_MAX);
@@ -154,8 +158,9 @@ static epmoe_status_t make_buffers(epmoe_ep_t *ep)
     carve_buffers(&ep->buffers, &arenas, &ep->config, ep->size, ep->max_rows, comm->backend, comm->transport);
 
     epmoei_ep_buffers_t *b = &ep->buffers;
-    if (ep->size > 1) memset(b->headers, 0, (size_t)(ep->size * ep->header_bytes));
     for (int32_t r = 0; r < ep->size; r++) b->capacity[r] = capacity_of(ep->comm, r);
+    if (epmoei_ep_plans_on_device(ep)) return EPMOE_OK;
+    if (ep->size > 1) memset(b->headers, 0, (size_t)(ep->size * ep->header_bytes));
     for (int32_t r = 0; r < ep->size && ep->size > 1; r++) {
         int32_t count;
         EPMOEI_CHECK(epmoe_expert_range(ep->config.num_experts, ep->size, r, &b->first_expert[r], &count));
@@ -189,6 +194,7 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     made->partial_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->partial_dtype);
     status = make_buffers(made);
     EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
+    if (epmoei_ep_plans_on_device(made)) EPMOEI_CHECK_GOTO(comm->ops->ep_create(made), fail);
     made->object = comm->num_objects++;
     *ep = made;
     return EPMOE_OK;
@@ -210,6 +216,7 @@ void epmoe_ep_destroy(epmoe_ep_t *ep)
         }
         return;
     }
+    if (epmoei_ep_plans_on_device(ep)) ep->comm->ops->ep_destroy(ep);
     if (epmoei_ep_is_cuda(ep)) {
         epmoei_memory_free(EPMOE_BACKEND_CUDA, ep->device_memory);
         epmoei_pinned_free(ep->pinned_memory);
@@ -224,6 +231,8 @@ epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep) { return ep ? ep->par
 int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->wire_bytes; }
 
 int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep) { return ep->num_rows; }
+
+bool epmoei_ep_counts_on_device(const epmoe_ep_t *ep) { return epmoei_ep_plans_on_device(ep); }
 
 epmoei_trip_t epmoei_ep_trip(const epmoe_ep_t *ep, bool home)
 {

@@ -83,6 +83,7 @@ struct epmoe_ep {
     const int32_t *ids;
     const float *weights;
 
+    struct epmoei_p2p_ep *p2p; /* transport p2p's */
     void *memory;
     void *pinned_memory; /* CUDA */
     void *device_memory; /* CUDA */

@@ -1,11 +1,11 @@
 /* What dispatch and combine ask of a stream: whether they may work on it, marks in it, and copies. */
-#include "comm/ep_plan.h"
+#include "comm/transport.h"
 
 epmoe_status_t epmoei_ep_check_stream(const epmoe_ep_t *ep, const char *call, epmoe_stream_t stream)
 {
     if (!epmoei_ep_is_cuda(ep)) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_comm_check_device(ep->comm));
-    if (ep->size == 1) return EPMOE_OK;
+    if (ep->size == 1 || epmoei_ep_plans_on_device(ep)) return EPMOE_OK;
     if (epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream))
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "%s: stream is being captured: transport %s plans on the host, with what it reads back from "

@@ -2,7 +2,7 @@
  * transports; headers, ids and weights always travel over the bootstrap's exchange of host memory.
  *   mpi    rows too: the CPU's from where they lie, the device's by way of page-locked host memory
  *   nccl   rows from device memory to device memory
- *   p2p    not built yet: takes a row here and in epmoei_transport_ops
+ *   p2p    rows and all the rest by kernels, which also plan: comm/p2p.h
  */
 #ifndef EPMOEI_TRANSPORT_H
 #define EPMOEI_TRANSPORT_H
@@ -21,11 +21,32 @@ struct epmoei_transport_ops {
     /* The communicator has failed: whatever waits for a peer on the device must end. Sets no error. */
     void (*stop)(epmoe_comm_t *comm);
     void (*destroy)(epmoe_comm_t *comm);
+    /* What kernels have found since: a failure has marked the communicator failed. Local. */
+    epmoe_status_t (*check)(epmoe_comm_t *comm);
+    /* A transport that plans on the device has these in place of begin and finish. Collective: what it needs besides
+     * the buffers of ep_plan.c, on which all ranks agree; ep_destroy, which is local, is also called after a failure.
+     */
+    epmoe_status_t (*ep_create)(epmoe_ep_t *ep);
+    void (*ep_destroy)(epmoe_ep_t *ep);
+    /* Enqueue all of it; arguments have been checked. A `local` that is not OK is told to the ranks, and returned. */
+    epmoe_status_t (*dispatch)(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
+                               epmoe_stream_t stream);
+    /* args NULL: this rank sums nothing, its rows go to the others. */
+    epmoe_status_t (*combine)(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
 };
+
+/* Whether the host knows neither where rows go nor how many there are. */
+static inline bool epmoei_ep_plans_on_device(const epmoe_ep_t *ep)
+{
+    return ep->size > 1 && ep->comm->ops->dispatch != NULL;
+}
 
 extern const epmoei_transport_ops_t epmoei_transport_mpi;
 #if EPMOE_HAVE_NCCL
 extern const epmoei_transport_ops_t epmoei_transport_nccl;
+#endif
+#if EPMOE_HAVE_CUDA
+extern const epmoei_transport_ops_t epmoei_transport_p2p;
 #endif
 /* NULL when this build does not have it. */
 const epmoei_transport_ops_t *epmoei_transport_ops(epmoe_transport_t transport);

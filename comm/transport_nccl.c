@@ -212,4 +212,5 @@ static epmoe_status_t finish(epmoe_ep_t *ep, const epmoei_trip_t *trip, epmoe_st
     return epmoei_comm_wait(ep->comm, trip->phase, missing, ask_arrived, ep);
 }
 
-const epmoei_transport_ops_t epmoei_transport_nccl = {create, begin, finish, stop, destroy};
+const epmoei_transport_ops_t epmoei_transport_nccl = {
+    .create = create, .begin = begin, .finish = finish, .stop = stop, .destroy = destroy};

@@ -28,11 +28,17 @@ extern "C" {
 
 /* A block of `down` holds what it knows of every slot in shared memory. */
 enum { EPMOEI_EXPERTS_FEW_MOST_TOKENS = 8 };
+/* The same of the kernels for quantised weights, and most bytes of scales of a row and 64 columns. */
+enum { EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS = 4, EPMOEI_EXPERTS_FEW_QUANT_SCALES = 4 };
 
 /* Both are functions of sizes, dtypes and formats alone. Whether the kernels can run: T in 1..8, k in 1..32,
  * activations and weights all bf16 or all fp16, d and f multiples of 8, f at most 262140. */
 bool epmoei_experts_few_can(const epmoe_experts_args_t *args);
-/* Whether they can, and are the faster way. */
+/* The same of those for quantised weights: T in 1..4, both weights FP8_BLOCK, W4 or MXFP4 as
+ * kernels/grouped_gemm_quant.h wants them, of W4 at most 4 bytes of scales of a row and 64 columns; no fp8_activations.
+ * The launchers above take either kind. */
+bool epmoei_experts_few_quant_can(const epmoe_experts_args_t *args);
+/* Whether either can, and is the faster way. */
 bool epmoei_experts_few_takes(const epmoe_experts_args_t *args);
 
 /* h [T*k,f] of dtype, aligned to 16 bytes. Arguments that epmoei_experts_few_can accepts, every default filled in.
@@ -40,7 +46,12 @@ bool epmoei_experts_few_takes(const epmoe_experts_args_t *args);
 epmoe_status_t epmoei_experts_few_gate_up_sm80(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
 epmoe_status_t epmoei_experts_few_down_sm80(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);
 
-/* The definition, on host pointers; num_tokens_dev too. Bad ids are not counted. */
+/* Of the quantised. */
+epmoe_status_t epmoei_experts_few_quant_gate_up_sm80(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
+epmoe_status_t epmoei_experts_few_quant_down_sm80(const epmoe_experts_args_t *args, const void *h,
+                                                  epmoe_stream_t stream);
+
+/* The definition, on host pointers, of plain weights; num_tokens_dev too. Bad ids are not counted. */
 epmoe_status_t epmoei_experts_few_gate_up_ref(const epmoe_experts_args_t *args, void *h);
 epmoe_status_t epmoei_experts_few_down_ref(const epmoe_experts_args_t *args, const void *h);
 

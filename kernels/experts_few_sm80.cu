@@ -386,6 +386,7 @@ few_params_t few_params(const epmoe_experts_args_t *args, const void *h)
 extern "C" epmoe_status_t epmoei_experts_few_gate_up_sm80(const epmoe_experts_args_t *args, void *h,
                                                           epmoe_stream_t stream)
 {
+    if (epmoei_experts_few_quant_can(args)) return epmoei_experts_few_quant_gate_up_sm80(args, h, stream);
     EPMOEI_CHECK(check_aligned(args));
     EPMOEI_CHECK_ALIGNED(h, 16);
     few_params_t p = few_params(args, h);
@@ -398,6 +399,7 @@ extern "C" epmoe_status_t epmoei_experts_few_gate_up_sm80(const epmoe_experts_ar
 extern "C" epmoe_status_t epmoei_experts_few_down_sm80(const epmoe_experts_args_t *args, const void *h,
                                                        epmoe_stream_t stream)
 {
+    if (epmoei_experts_few_quant_can(args)) return epmoei_experts_few_quant_down_sm80(args, h, stream);
     EPMOEI_CHECK(check_aligned(args));
     EPMOEI_CHECK_ALIGNED(h, 16);
     few_params_t p = few_params(args, h);

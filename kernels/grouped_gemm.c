@@ -3,6 +3,7 @@
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/dequant.h"
+#include "kernels/grouped_gemm_quant.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
 
@@ -141,35 +142,45 @@ int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args)
     return args->layout == EPMOE_LAYOUT_PACKED ? args->n / 2 : 0;
 }
 
-/* Quantised weights run on the CPU alone. */
-static epmoe_status_t check_backend(const epmoe_grouped_gemm_args_t *args)
+typedef struct product_t {
+    epmoe_status_t (*run)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    int64_t (*workspace)(const epmoe_grouped_gemm_args_t *args);
+} product_t;
+
+/* CUDA has kernels of their own for quantised weights, which check what these need beyond the shape. */
+static epmoe_status_t choose(const epmoe_grouped_gemm_args_t *args, product_t *product)
 {
+    const epmoei_kernel_table_t *kernels;
     epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
     EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    *product = (product_t){kernels->grouped_gemm, kernels->grouped_gemm_workspace};
     if (backend != EPMOE_BACKEND_CUDA || !epmoei_format_is_quantised(args->weight.format)) return EPMOE_OK;
-    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "weight.format is %s: on CUDA this version computes bf16 and fp16",
-                       epmoe_format_string(args->weight.format));
+    EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(args));
+    if (args->weight.format == EPMOE_FORMAT_FP8_BLOCK)
+        *product = (product_t){kernels->grouped_gemm_fp8, kernels->grouped_gemm_fp8_workspace};
+    else
+        *product = (product_t){kernels->grouped_gemm_w4, kernels->grouped_gemm_w4_workspace};
+    return EPMOE_OK;
 }
 
 epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes)
 {
     if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
     epmoe_grouped_gemm_args_t checked;
-    const epmoei_kernel_table_t *kernels;
+    product_t product;
     EPMOEI_CHECK(check_shape(args, &checked));
-    EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
-    EPMOEI_CHECK(check_backend(&checked));
-    *bytes = checked.max_rows ? kernels->grouped_gemm_workspace(&checked) : 0;
+    EPMOEI_CHECK(choose(&checked, &product));
+    *bytes = checked.max_rows ? product.workspace(&checked) : 0;
     return EPMOE_OK;
 }
 
 epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
     epmoe_grouped_gemm_args_t checked;
-    const epmoei_kernel_table_t *kernels;
+    product_t product;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
-    EPMOEI_CHECK(epmoei_kernels(checked.backend, &kernels));
-    EPMOEI_CHECK(check_backend(&checked));
+    EPMOEI_CHECK(choose(&checked, &product));
     if (checked.max_rows == 0) return EPMOE_OK;
     epmoe_backend_t backend;
     int32_t one_group[2] = {0, checked.max_rows};
@@ -180,5 +191,5 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
         EPMOEI_CHECK(check_rows(&checked));
         EPMOEI_CHECK(check_indices(&checked));
     }
-    return kernels->grouped_gemm(&checked, stream);
+    return product.run(&checked, stream);
 }

@@ -19,3 +19,12 @@ int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)
     if (most >= kMost) return kMost;
     return (int32_t)epmoei_max64(kLeast, epmoei_round_up((int64_t)most, kStep));
 }
+
+int32_t epmoei_grouped_gemm_width_w4_sm90(int32_t num_experts, int64_t max_rows)
+{
+    enum { kLeast = 16, kMost = 256, kStep = 16 };
+    double mean = (double)max_rows / num_experts;
+    double most = mean + 3.0 * sqrt(mean);
+    if (most >= kMost) return kMost;
+    return (int32_t)epmoei_max64(kLeast, epmoei_round_up((int64_t)most, kStep));
+}

@@ -5,6 +5,7 @@
 #include "kernels/dequant.h"
 #include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_quant.h"
 #include "kernels/permute.h"
 #include "kernels/quantize_fp8.h"
 #include "kernels/route.h"
@@ -62,11 +63,19 @@ static void init_tables(void)
         .experts_few_gate_up = epmoei_experts_few_gate_up_sm80,
         .experts_few_down = epmoei_experts_few_down_sm80,
         .route = epmoei_route_sm80,
+        .quantize_fp8 = epmoei_quantize_fp8_sm80,
+        .dequant = epmoei_dequant_sm80,
+        .grouped_gemm_fp8 = epmoei_grouped_gemm_quant_sm80,
+        .grouped_gemm_fp8_workspace = epmoei_grouped_gemm_quant_workspace_sm80,
+        .grouped_gemm_w4 = epmoei_grouped_gemm_quant_sm80,
+        .grouped_gemm_w4_workspace = epmoei_grouped_gemm_quant_workspace_sm80,
     };
     sm90_table = sm80_table;
     sm90_table.grouped_gemm = epmoei_grouped_gemm_sm90;
     sm90_table.grouped_gemm_chained = epmoei_grouped_gemm_chained_sm90;
     sm90_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm90;
+    sm90_table.grouped_gemm_w4 = epmoei_grouped_gemm_w4_sm90;
+    sm90_table.grouped_gemm_w4_workspace = epmoei_grouped_gemm_w4_workspace_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,

@@ -30,7 +30,12 @@ typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*experts_few_gate_up)(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
     epmoe_status_t (*experts_few_down)(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);
     epmoe_status_t (*route)(const struct epmoei_route_args_t *args, epmoe_stream_t stream); /* CUDA alone */
-    /* The CPU alone. */
+    /* CUDA alone: grouped_gemm of FP8_BLOCK weights, and of W4 and MXFP4 (kernels/grouped_gemm_quant.h); each tier
+     * overwrites the formats that it has a kernel for. On the CPU grouped_gemm takes every format. */
+    epmoe_status_t (*grouped_gemm_fp8)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    int64_t (*grouped_gemm_fp8_workspace)(const epmoe_grouped_gemm_args_t *args);
+    epmoe_status_t (*grouped_gemm_w4)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    int64_t (*grouped_gemm_w4_workspace)(const epmoe_grouped_gemm_args_t *args);
     epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*dequant)(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
 } epmoei_kernel_table_t;

@@ -20,6 +20,12 @@ __device__ __forceinline__ void ptx_cp_async_16(uint32_t shared, const void *glo
                  : "memory");
 }
 
+/* The same by way of the first-level cache, of what several warps read. */
+__device__ __forceinline__ void ptx_cp_async_ca_16(uint32_t shared, const void *global, uint32_t bytes)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void ptx_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* Until at most kPending of this thread's groups are under way. */
@@ -45,6 +51,22 @@ __device__ __forceinline__ float ptx_max_nan(float a, float b)
 {
     float r;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+/* threadIdx.x, read here and now: what is computed from it in a loop stays there instead of in registers before it. */
+__device__ __forceinline__ int32_t ptx_thread_index()
+{
+    int32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+/* (a & mask) | b in one instruction; b should be in a register, as there is room for one constant. */
+__device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uint32_t b)
+{
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(b));
     return r;
 }
 
@@ -126,11 +148,56 @@ __device__ __forceinline__ uint4 ptx_load_16(const void *global, bool valid)
     return v;
 }
 
+/* Words that ranks exchange through memory which both map: of the system's scope. */
+__device__ __forceinline__ uint64_t ptx_load_acquire_system(const uint64_t *word)
+{
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_acquire_system(const uint32_t *word)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ int32_t ptx_load_relaxed_system(const int32_t *word)
+{
+    int32_t v;
+    asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
+    return v;
+}
+__device__ __forceinline__ void ptx_store_relaxed_system(uint64_t *word, uint64_t value)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ void ptx_store_release_system(uint32_t *word, uint32_t value)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/* Nanoseconds, the same clock for all kernels of a device. */
+__device__ __forceinline__ int64_t ptx_global_timer()
+{
+    int64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane i gives the row address i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+/* Two of them; lanes 0..15 give the addresses. */
+__device__ __forceinline__ void ptx_ldmatrix_x2(uint32_t (&r)[2], uint32_t shared)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
                  : "r"(shared)
                  : "memory");
 }
@@ -166,6 +233,14 @@ __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
+/* Both to E4M3, nearest even, saturating, a NaN to 0x7F; `low` in the lower byte. */
+__device__ __forceinline__ uint32_t ptx_cvt_e4m3x2(float high, float low)
+{
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
 /* Until every kernel that this one depends on has ended and what it wrote is visible. */
 __device__ __forceinline__ void ptx_griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 /* Kernels that depend on this one may come to the device, once every block has said so or ended. */
@@ -188,6 +263,12 @@ __device__ __forceinline__ void ptx_fence_barrier_init()
 __device__ __forceinline__ void ptx_mbarrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/* As if `count` threads arrived. */
+__device__ __forceinline__ void ptx_mbarrier_arrive_many(uint32_t barrier, uint32_t count)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 /* Arrives, and lets the phase wait for `bytes` of copies too. */
@@ -261,6 +342,32 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_
                  : "memory");
 }
 
+/* The address in the cluster of the same place in block `block`. */
+__device__ __forceinline__ uint32_t ptx_cluster_address(uint32_t shared, uint32_t block)
+{
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(block));
+    return address;
+}
+
+/* Arrives, if `really`, at a barrier of any block of the cluster; an address in this block is one of the cluster too.
+ */
+__device__ __forceinline__ void ptx_mbarrier_arrive_if(uint32_t barrier, bool really)
+{
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
+        "r"((uint32_t)really)
+        : "memory");
+}
+
+__device__ __forceinline__ void ptx_mbarrier_arrive_many_at(uint32_t barrier, uint32_t block, uint32_t count)
+{
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier),
+                 "r"(block), "r"(count)
+                 : "memory");
+}
+
 /* Four 8x8 matrices of 16-bit elements, held as mma and wgmma hold accumulators (lane: row lane/4, columns 2*(lane%4)
  * and + 1), transposed: lane i gives the address of what was column i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4])
@@ -268,6 +375,39 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
+}
+
+/* `bytes`, a multiple of 16, into shared memory; they count on `barrier`. */
+__device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void ptx_load_shared_16(uint32_t (&v)[4], uint32_t shared)
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(shared)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_load_shared_8(uint32_t (&v)[2], uint32_t shared)
+{
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_4(uint32_t shared)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_2(uint32_t shared)
+{
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
@@ -303,6 +443,11 @@ __device__ __forceinline__ void ptx_store_16_if(void *to, const uint4 &value, bo
 template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {
     asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+/* Arrives there without waiting. */
+template <int kId> __device__ __forceinline__ void ptx_named_barrier_arrive(int32_t threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 #endif

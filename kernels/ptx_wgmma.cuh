@@ -126,10 +126,10 @@ EPMOEI_WGMMA(224, 112, 112, 113)
 EPMOEI_WGMMA(240, 120, 120, 121)
 EPMOEI_WGMMA(256, 128, 128, 129)
 
-/* The operands of two products in a row. first: d = a b and add: d += a b, both operands as above. add_rows: d += a b with
- * a in registers, four for each k16, as accumulators lie when they are packed: {row r, columns 2c and 2c + 1}, {row
- * r + 8, the same}, {row r, columns 8 further}, {row r + 8}; and b in shared memory with its N columns, not its K, side
- * by side. */
+/* The operands of two products in a row. first: d = a b and add: d += a b, both operands as above. add_rows: d += a b
+ * with a in registers, four for each k16, as accumulators lie when they are packed: {row r, columns 2c and 2c + 1},
+ * {row r + 8, the same}, {row r, columns 8 further}, {row r + 8}; and b in shared memory with its N columns, not its K,
+ * side by side. */
 template <typename T, int kN> struct ptx_wgmma_pair;
 
 #define EPMOEI_OUT_D4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
@@ -143,8 +143,8 @@ template <typename T, int kN> struct ptx_wgmma_pair;
                  : EPMOEI_OUT_##r                                                                                      \
                  : "l"(a), "l"(b))
 #define EPMOEI_WGMMA_ROWS_TYPED(n, r, a0, a1, a2, a3, b_index, types)                                                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" EPMOEI_NAMES_##r "}, {%" #a0 ", %" #a1   \
-                 ", %" #a2 ", %" #a3 "}, %" #b_index ", 1, 1, 1, 1;\n"                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" EPMOEI_NAMES_##r                         \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_index ", 1, 1, 1, 1;\n"                           \
                  : EPMOEI_REGS_##r                                                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 

@@ -12,6 +12,10 @@
 
 #include "base/dtype.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define EPMOEI_MXFP4_GROUP 32
 
 /* 2^(code - 127), a NaN for 255. */
@@ -81,5 +85,9 @@ void epmoei_quant_row(const epmoei_quant_t *quant, int64_t row, int64_t first, i
 
 /* Every g_idx in [0,groups), W4: a permutation of [0,cols). INVALID_ARGUMENT names the first that is not. */
 epmoe_status_t epmoei_quant_check_groups(const epmoei_quant_t *quant, const char *name);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

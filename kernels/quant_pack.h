@@ -8,6 +8,10 @@
 
 #include "kernels/quant_formats.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* What the packed matrices of one projection have in common over all experts. */
 typedef struct epmoei_pack_shape_t {
     epmoe_format_t format; /* FP8_BLOCK, MXFP4 or W4; NONE: this source can only be dequantised */
@@ -37,5 +41,9 @@ typedef struct epmoei_pack_target_t {
 
 /* source->cols is the target's; the target's shape is epmoei_pack_shape's or merged from it. */
 void epmoei_quant_pack(const epmoei_quant_t *source, const epmoei_pack_target_t *target);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -84,7 +84,11 @@ epmoe_status_t epmoe_quantize_fp8(const epmoe_quantize_fp8_args_t *args, epmoe_s
     if (!table->quantize_fp8)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "epmoe_quantize_fp8 has no kernel on this backend");
     if (checked.num_tokens == 0) return EPMOE_OK;
-    EPMOEI_CHECK(check_positive("static_scale", checked.static_scale));
-    EPMOEI_CHECK(check_positive("scale_ub", checked.scale_ub));
+    epmoe_backend_t backend;
+    EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
+    if (backend == EPMOE_BACKEND_CPU) {
+        EPMOEI_CHECK(check_positive("static_scale", checked.static_scale));
+        EPMOEI_CHECK(check_positive("scale_ub", checked.scale_ub));
+    }
     return table->quantize_fp8(&checked, stream);
 }

@@ -3,7 +3,7 @@
  * Contract of every kernel:
  *   order       elementwise; amax is a maximum, so that its order does not matter
  *   edges       any d >= 1; the last block of a row may be narrow
- *   alignment   CPU: element
+ *   alignment   CPU: element; CUDA: x and q 16 bytes, the rest 4
  *   aliasing    none
  *   padding     columns of x between d and the stride are not read
  *   NaN         0x7F in its own place; it does not count for amax
@@ -12,6 +12,10 @@
 #define EPMOEI_QUANTIZE_FP8_H
 
 #include "kernels/kernel_table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 #define EPMOEI_FP8_COLUMNS 128 /* of a BLOCK128 scale */
 
@@ -24,9 +28,14 @@ float epmoei_quantize_fp8_scale(const epmoe_quantize_fp8_args_t *args, float ama
 
 epmoe_status_t epmoei_quantize_fp8_ref(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_quantize_fp8_cpu(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_quantize_fp8_sm80(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
 
 /* What is left of a row after quantising each 128 columns and back, in place: what a product of FP8 activations sees.
  */
 void epmoei_quantize_fp8_round_row(float *row, int64_t n);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

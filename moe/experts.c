@@ -109,6 +109,7 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     gemm.x = plan->h;
     gemm.x_sorted = 1;
     gemm.weight = args->down;
+    gemm.layout = args->layout;
     gemm.bias = args->down_bias;
     gemm.activation = EPMOE_ACTIVATION_NONE;
     if (args->weight_on_input) gemm.row_weights = NULL;
@@ -224,7 +225,8 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
 static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const epmoei_kernel_table_t *kernels,
                                 epmoe_stream_t stream)
 {
-    if (!kernels->grouped_gemm_chained) return epmoe_grouped_gemm(args, stream);
+    bool plain = !epmoei_format_is_quantised(args->weight.format);
+    if (!(plain && kernels->grouped_gemm_chained)) return epmoe_grouped_gemm(args, stream);
     epmoe_grouped_gemm_args_t checked;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     return kernels->grouped_gemm_chained(&checked, stream);

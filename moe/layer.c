@@ -5,6 +5,7 @@
 #include "comm/comm.h"
 
 #include "kernels/experts_few.h"
+#include "kernels/kernel_table.h"
 
 #include <string.h>
 
@@ -34,6 +35,7 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"dtype", config->dtype},
         {"weight_format", config->weight_format},
         {"weight_group", config->weight_group},
+        {"fp8_activations", config->fp8_activations},
     };
     return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
 }
@@ -53,20 +55,31 @@ static epmoe_status_t find_max_rows(epmoe_layer_t *layer)
     return status;
 }
 
-static epmoe_status_t make_workspace(epmoe_layer_t *layer)
+epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
 {
-    epmoei_layer_workspace_t *workspace = &layer->workspace;
+    epmoei_layer_workspace_t workspace;
+    /* On the CPU, and before there are weights, that of plain ones. */
+    const epmoei_packed_weights_t *weights =
+        layer->weights_memory && layer->backend == EPMOE_BACKEND_CUDA ? &layer->weights : NULL;
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &layer->config, layer->backend, layer->local_experts,
-                                               layer->max_rows, workspace));
-    EPMOEI_CHECK(
-        epmoei_memory_alloc(layer->backend, &layer->workspace_memory, workspace->bytes, "the layer's workspace"));
+                                               layer->max_rows, weights, &workspace));
+    if (!layer->workspace_memory || workspace.bytes > layer->workspace.bytes) {
+        void *memory;
+        EPMOEI_CHECK(epmoei_memory_alloc(layer->backend, &memory, workspace.bytes, "the layer's workspace"));
+        epmoei_memory_free(layer->backend, layer->workspace_memory);
+        layer->workspace_memory = memory;
+    } else {
+        workspace.bytes = layer->workspace.bytes; /* what the memory holds */
+    }
+    int64_t bytes = workspace.bytes;
     EPMOEI_CHECK(epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend,
-                                               layer->local_experts, layer->max_rows, workspace));
-    if (!workspace->shared_ids) return EPMOE_OK;
+                                               layer->local_experts, layer->max_rows, weights, &layer->workspace));
+    layer->workspace.bytes = bytes;
+    if (layer->backend != EPMOE_BACKEND_CUDA || !layer->config.shared_intermediate) return EPMOE_OK;
     float ones[EPMOEI_EXPERTS_FEW_MOST_TOKENS];
     for (int32_t i = 0; i < EPMOEI_EXPERTS_FEW_MOST_TOKENS; i++) ones[i] = 1.0f;
-    EPMOEI_CHECK(epmoei_memory_set(layer->backend, workspace->shared_ids, 0, (int64_t)sizeof ones, NULL));
-    EPMOEI_CHECK(epmoei_memory_copy(layer->backend, workspace->shared_ones, ones, (int64_t)sizeof ones, NULL));
+    EPMOEI_CHECK(epmoei_memory_set(layer->backend, layer->workspace.shared_ids, 0, (int64_t)sizeof ones, NULL));
+    EPMOEI_CHECK(epmoei_memory_copy(layer->backend, layer->workspace.shared_ones, ones, (int64_t)sizeof ones, NULL));
     return epmoei_stream_wait(layer->backend, NULL);
 }
 
@@ -98,9 +111,13 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
     if (config->dtype == EPMOE_F32 || config->weight_format == EPMOE_FORMAT_F32)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA bf16 or fp16",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
-    if (epmoei_format_of_dtype(config->dtype) != config->weight_format)
+    if (!epmoei_format_is_quantised(config->weight_format) &&
+        epmoei_format_of_dtype(config->dtype) != config->weight_format)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA the same",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
+    if (config->fp8_activations == 1)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "config.fp8_activations is 1: on CUDA activations stay 16 bits wide: expected 0");
     return EPMOE_OK;
 }
 
@@ -131,7 +148,7 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
                                          &layer->first_expert, &layer->local_experts),
                       fail);
     EPMOEI_CHECK_GOTO(find_max_rows(layer), fail);
-    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, make_workspace(layer)), fail);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, epmoei_layer_fit_workspace(layer)), fail);
     EPMOEI_CHECK_GOTO(make_ep(layer), fail);
     *out = layer;
     return EPMOE_OK;

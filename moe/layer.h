@@ -33,7 +33,7 @@ typedef struct epmoei_packed_weights_t {
     void *router;          /* [E,d] */
     float *router_bias;    /* [E] or NULL */
     float *selection_bias; /* [E] or NULL */
-    void *gate_up;         /* [El,2f,d], gate rows first */
+    void *gate_up;         /* [El,2f,d], gate rows first; on CUDA they alternate with up rows, or are tiled */
     void *down;            /* [El,d,f] */
     float *gate_up_bias;   /* [El,2f] or NULL */
     float *down_bias;      /* [El,d] or NULL */
@@ -50,7 +50,12 @@ typedef struct epmoei_packed_weights_t {
 epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
                                    const epmoei_pack_arrays_t *arrays);
 
-/* Bytes of a matrix [rows,cols] of one expert, in whatever format. halves: its rows are gate and up. */
+/* Whether the two products of these weights quantise their activations. */
+int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, const epmoe_weight_t *gate_up,
+                                     const epmoe_weight_t *down);
+
+/* Bytes of a matrix [rows,cols] of one expert, in whatever format. halves: its rows are gate and up. On CUDA W4 and
+ * MXFP4 are tiled, and gate and up rows share one order of columns (kernels/grouped_gemm_quant.h). */
 typedef struct epmoei_matrix_sizes_t {
     int64_t data;
     int64_t scales;
@@ -58,8 +63,8 @@ typedef struct epmoei_matrix_sizes_t {
     int64_t order;
     int64_t total;
 } epmoei_matrix_sizes_t;
-epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows,
-                                          int64_t cols, bool halves);
+epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
+                                          const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols, bool halves);
 
 /* The formats of a layer whose weights all are in config's weight_format. */
 epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config);
@@ -105,16 +110,24 @@ struct epmoe_layer {
 epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
                                           epmoe_stream_t stream);
 
+/* Whether this rank's experts, or the shared one, quantise the activations of so many tokens. */
+bool epmoei_layer_quantises(const epmoe_layer_t *layer, int32_t tokens, bool shared);
+
 /* Checks and fills defaults. */
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out);
 
 /* Most rows that a dispatch may bring to a rank, when all ranks together may have all_tokens. */
 int64_t epmoei_layer_max_rows(const epmoe_layer_config_t *config, int64_t all_tokens);
 
-/* Carves; base NULL counts. max_rows: most rows that the experts of this rank may get in one forward. */
+/* Carves; base NULL counts. max_rows: most rows that the experts of this rank may get in one forward. weights NULL:
+ * plain ones. */
 epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
-                                             int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out);
-int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, int32_t local_experts,
-                                    const epmoei_layer_formats_t *formats, epmoei_packed_weights_t *out);
+                                             int32_t local_experts, int64_t max_rows,
+                                             const epmoei_packed_weights_t *weights, epmoei_layer_workspace_t *out);
+int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                    int32_t local_experts, const epmoei_layer_formats_t *formats,
+                                    epmoei_packed_weights_t *out);
+/* Makes the workspace, or a larger one where the weights need it (quantised ones on CUDA). */
+epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer);
 
 #endif

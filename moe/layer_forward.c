@@ -44,6 +44,10 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
     if (own->num_tokens < 0 || own->num_tokens > max_tokens)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_tokens is %d: expected 0..%d (max_tokens)",
                            own->num_tokens, max_tokens);
+    if (own->max_rank_tokens < 0 || (own->max_rank_tokens && own->max_rank_tokens < own->num_tokens))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "max_rank_tokens is %d: expected 0 or at least num_tokens (%d)", own->max_rank_tokens,
+                           own->num_tokens);
     if (own->num_tokens_dev && layer->backend == EPMOE_BACKEND_CPU) {
         int32_t actual = *own->num_tokens_dev;
         if (actual < 0 || actual > own->num_tokens)
@@ -52,10 +56,11 @@ static epmoe_status_t check_args(forward_t *forward, const epmoe_forward_args_t 
         own->num_tokens = actual;
         own->num_tokens_dev = NULL;
     }
-    /* Those transports plan on the host, which cannot know a count that only the device has. */
-    if (own->num_tokens_dev && layer->ep)
+    /* A transport that plans on the host cannot know a count that only the device has. */
+    if (own->num_tokens_dev && layer->ep && !epmoei_ep_counts_on_device(layer->ep))
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "num_tokens_dev is given: on CUDA with several ranks this version takes T from num_tokens");
+                           "num_tokens_dev is given: over transport %s with several ranks T is num_tokens alone",
+                           epmoe_transport_string(layer->comm->transport));
     if (own->stage_us && layer->backend != EPMOE_BACKEND_CPU)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "stage_us is given: on CUDA stages are timed by stage_events");
     if (own->stage_events && layer->backend != EPMOE_BACKEND_CUDA)
@@ -71,8 +76,8 @@ static void choose_router_outputs(forward_t *forward)
 {
     const epmoe_layer_t *layer = forward->layer;
     const epmoe_forward_args_t *args = &forward->args;
-    /* Between ranks a later failure must leave the caller's arrays alone. */
-    bool direct = layer->backend == EPMOE_BACKEND_CUDA && !layer->ep;
+    /* Between ranks a later failure must leave the caller's arrays alone, if this call is to report it. */
+    bool direct = layer->backend == EPMOE_BACKEND_CUDA && (!layer->ep || epmoei_ep_counts_on_device(layer->ep));
     forward->logits = direct && args->logits_out ? args->logits_out : layer->workspace.logits;
     forward->ids = direct && args->ids_out ? args->ids_out : layer->workspace.ids;
     forward->weights = direct && args->weights_out ? args->weights_out : layer->workspace.weights;
@@ -176,32 +181,38 @@ static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *or
     return epmoe_topk(&topk, forward->stream);
 }
 
-/* Few tokens: the shared expert as the only one there is. */
-static epmoe_experts_args_t shared_as_experts(const forward_t *forward)
+static void choose_fp8_activations(const epmoe_layer_t *layer, epmoe_experts_args_t *experts)
 {
-    const epmoe_layer_config_t *config = &forward->layer->config;
-    const epmoei_packed_weights_t *weights = &forward->layer->weights;
-    const epmoei_layer_workspace_t *workspace = &forward->layer->workspace;
+    experts->fp8_activations = epmoei_layer_fp8_activations(&layer->config, &experts->gate_up, &experts->down);
+}
+
+/* The shared expert as the only one there is. */
+static epmoe_experts_args_t shared_as_experts(const epmoe_layer_t *layer, const epmoe_forward_args_t *args)
+{
+    const epmoe_layer_config_t *config = &layer->config;
+    const epmoei_packed_weights_t *weights = &layer->weights;
+    const epmoei_layer_workspace_t *workspace = &layer->workspace;
     epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
-    experts.backend = forward->layer->backend;
-    experts.num_tokens = forward->args.num_tokens;
-    experts.num_tokens_dev = forward->args.num_tokens_dev;
+    experts.backend = layer->backend;
+    experts.num_tokens = args->num_tokens;
+    experts.num_tokens_dev = args->num_tokens_dev;
     experts.top_k = experts.num_experts = 1;
     experts.hidden = config->hidden;
     experts.intermediate = config->shared_intermediate;
     experts.dtype = config->dtype;
     experts.y_dtype = EPMOE_F32;
-    experts.x = forward->args.x;
+    experts.x = args->x;
     experts.ids = workspace->shared_ids;
     experts.weights = config->shared_gated ? workspace->shared_gate : workspace->shared_ones;
-    experts.gate_up.format = weights->formats.shared_gate_up;
-    experts.gate_up.data = weights->shared_gate_up;
-    experts.down.format = weights->formats.shared_down;
-    experts.down.data = weights->shared_down;
+    experts.gate_up = epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+                                          weights->shared_gate_up, &weights->shared_gate_up_arrays);
+    experts.down = epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+                                       weights->shared_down, &weights->shared_down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
     experts.activation = config->activation;
     experts.alpha = config->alpha;
     experts.limit = config->limit;
+    choose_fp8_activations(layer, &experts);
     experts.y = workspace->shared;
     return experts;
 }
@@ -226,25 +237,21 @@ static epmoe_status_t run_shared(forward_t *forward)
     }
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(epmoei_kernels(layer->backend, &kernels));
-    const epmoe_experts_args_t few = shared_as_experts(forward);
-    if (kernels->experts_few_gate_up && epmoei_experts_few_takes(&few)) {
-        EPMOEI_CHECK(kernels->experts_few_gate_up(&few, workspace->shared_h, forward->stream));
-        return kernels->experts_few_down(&few, workspace->shared_h, forward->stream);
+    const epmoe_experts_args_t experts = shared_as_experts(layer, &forward->args);
+    if (kernels->experts_few_gate_up && epmoei_experts_few_takes(&experts)) {
+        EPMOEI_CHECK(kernels->experts_few_gate_up(&experts, workspace->shared_h, forward->stream));
+        return kernels->experts_few_down(&experts, workspace->shared_h, forward->stream);
     }
-    epmoe_grouped_gemm_args_t gemm1 =
-        dense_gemm(forward, 2 * config->shared_intermediate, config->hidden, forward->args.x,
-                   epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
-                                       weights->shared_gate_up, &weights->shared_gate_up_arrays),
-                   config->dtype, workspace->shared_h);
+    epmoe_grouped_gemm_args_t gemm1 = dense_gemm(forward, 2 * config->shared_intermediate, config->hidden,
+                                                 forward->args.x, experts.gate_up, config->dtype, workspace->shared_h);
+    gemm1.fp8_activations = experts.fp8_activations;
     gemm1.activation = config->activation;
     gemm1.alpha = config->alpha;
     gemm1.limit = config->limit;
     EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, forward->stream));
-    epmoe_grouped_gemm_args_t gemm2 =
-        dense_gemm(forward, config->hidden, config->shared_intermediate, workspace->shared_h,
-                   epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
-                                       weights->shared_down, &weights->shared_down_arrays),
-                   EPMOE_F32, workspace->shared);
+    epmoe_grouped_gemm_args_t gemm2 = dense_gemm(forward, config->hidden, config->shared_intermediate,
+                                                 workspace->shared_h, experts.down, EPMOE_F32, workspace->shared);
+    gemm2.fp8_activations = experts.fp8_activations;
     gemm2.row_weights = config->shared_gated ? workspace->shared_gate : NULL;
     return epmoe_grouped_gemm(&gemm2, forward->stream);
 }
@@ -272,6 +279,7 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
     experts.down =
         epmoei_layer_weight(packed->formats.down, &packed->formats.down_pack, packed->down, &packed->down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
+    choose_fp8_activations(layer, &experts);
     experts.gate_up_bias = packed->gate_up_bias;
     experts.down_bias = packed->down_bias;
     experts.activation = config->activation;
@@ -282,6 +290,13 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
     experts.workspace = layer->workspace.experts_workspace;
     experts.workspace_bytes = layer->workspace.experts_bytes;
     return experts;
+}
+
+bool epmoei_layer_quantises(const epmoe_layer_t *layer, int32_t tokens, bool shared)
+{
+    const epmoe_forward_args_t args = {.num_tokens = tokens};
+    return shared ? shared_as_experts(layer, &args).fp8_activations
+                  : experts_args(layer, tokens, NULL, NULL, NULL, layer->config.dtype, NULL).fp8_activations;
 }
 
 /* y = shared + residual, for a layer that is nothing but its shared expert. */
@@ -351,6 +366,8 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     dispatch.x = args->x;
     dispatch.ids = forward->ids;
     dispatch.weights = forward->weights;
+    dispatch.num_tokens_dev = args->num_tokens_dev;
+    dispatch.max_rank_tokens = args->max_rank_tokens;
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 
@@ -364,6 +381,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     if (local == EPMOE_OK && layer->local_experts) {
         epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
                                                     rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
+        if (epmoei_ep_counts_on_device(layer->ep)) experts.num_tokens_dev = rows.num_rows;
         local = epmoei_experts_run(&experts, false, forward->stream, stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */

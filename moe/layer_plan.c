@@ -5,6 +5,7 @@
 #include "kernels/experts_few.h"
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
+#include "kernels/quant_tiles.h"
 #include "kernels/route.h"
 #include "moe/experts.h"
 
@@ -97,11 +98,12 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.weight_group is %d: expected at least 1, 0 or -1",
                            out->weight_group);
     if (out->max_tokens == 0) out->max_tokens = 4096;
+    EPMOEI_CHECK(check_range("fp8_activations", out->fp8_activations, -1, 1));
     EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
 }
 
-/* The workspace does not depend on how weights are stored: loaded ones may turn out to be quantised. */
+/* On the CPU the workspace does not depend on how weights are stored: loaded ones may turn out to be quantised. */
 static epmoe_format_t plain_format(const epmoe_layer_config_t *config)
 {
     return epmoei_format_is_quantised(config->weight_format) ? epmoei_format_of_dtype(config->dtype)
@@ -110,17 +112,29 @@ static epmoe_format_t plain_format(const epmoe_layer_config_t *config)
 
 /* The largest workspace of the grouped GEMMs that see all of this rank's tokens: router (on CUDA a kernel of its own),
  * shared expert and its gate. */
-static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend, int64_t *bytes)
+static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                       const epmoei_packed_weights_t *weights, int64_t *bytes)
 {
+    const epmoe_weight_t plain = epmoei_layer_weight(plain_format(config), NULL, NULL, NULL);
     const struct {
         int32_t n;
         int32_t k;
         epmoe_activation_t activation;
+        epmoe_weight_t weight;
+        int32_t fs; /* of the shared expert's products */
     } shapes[] = {
-        {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE},
-        {2 * config->shared_intermediate, config->hidden, config->activation},
-        {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE},
-        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID},
+        {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE, plain, 0},
+        {2 * config->shared_intermediate, config->hidden, config->activation,
+         weights ? epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+                                       weights->shared_gate_up, &weights->shared_gate_up_arrays)
+                 : plain,
+         config->shared_intermediate},
+        {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
+         weights ? epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+                                       weights->shared_down, &weights->shared_down_arrays)
+                 : plain,
+         config->shared_intermediate},
+        {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID, plain, 0},
     };
     *bytes = 0;
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -134,7 +148,10 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.x_sorted = 1;
         gemm.x_dtype = config->dtype;
         gemm.y_dtype = EPMOE_F32;
-        gemm.weight.format = plain_format(config);
+        gemm.weight = shapes[i].weight;
+        if (shapes[i].fs)
+            gemm.fp8_activations = epmoei_layer_fp8_activations(config, &shapes[1].weight, &shapes[2].weight);
+        gemm.layout = EPMOE_LAYOUT_PACKED;
         gemm.activation = shapes[i].activation;
         gemm.alpha = config->alpha;
         gemm.limit = config->limit;
@@ -151,14 +168,15 @@ int64_t epmoei_layer_max_rows(const epmoe_layer_config_t *config, int64_t all_to
 }
 
 epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
-                                             int32_t local_experts, int64_t max_rows, epmoei_layer_workspace_t *out)
+                                             int32_t local_experts, int64_t max_rows,
+                                             const epmoei_packed_weights_t *weights, epmoei_layer_workspace_t *out)
 {
     epmoei_layer_workspace_t workspace = {0};
     if (config->num_experts && max_rows > INT32_MAX / config->top_k)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "a dispatch may bring %lld rows here: expected at most %d; lower max_tokens or set capacity",
                            (long long)max_rows, INT32_MAX / config->top_k);
-    EPMOEI_CHECK(dense_gemm_bytes(config, backend, &workspace.gemm_bytes));
+    EPMOEI_CHECK(dense_gemm_bytes(config, backend, weights, &workspace.gemm_bytes));
     if (config->num_experts && backend == EPMOE_BACKEND_CUDA)
         workspace.route_bytes = epmoei_route_workspace(config->max_tokens, config->num_experts, config->hidden);
     if (local_experts) {
@@ -170,8 +188,15 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
         experts.hidden = config->hidden;
         experts.intermediate = config->intermediate;
         experts.dtype = config->dtype;
-        experts.gate_up.format = plain_format(config);
-        experts.down.format = plain_format(config);
+        experts.gate_up = experts.down = epmoei_layer_weight(plain_format(config), NULL, NULL, NULL);
+        if (weights) {
+            experts.gate_up = epmoei_layer_weight(weights->formats.gate_up, &weights->formats.gate_up_pack,
+                                                  weights->gate_up, &weights->gate_up_arrays);
+            experts.down = epmoei_layer_weight(weights->formats.down, &weights->formats.down_pack, weights->down,
+                                               &weights->down_arrays);
+        }
+        experts.layout = EPMOE_LAYOUT_PACKED;
+        experts.fp8_activations = epmoei_layer_fp8_activations(config, &experts.gate_up, &experts.down);
         experts.activation = config->activation;
         EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
     }
@@ -210,11 +235,25 @@ epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shap
     return weight;
 }
 
-epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t rows,
-                                          int64_t cols, bool halves)
+int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, const epmoe_weight_t *gate_up,
+                                     const epmoe_weight_t *down)
 {
+    return config->fp8_activations == 1 && gate_up->format == EPMOE_FORMAT_FP8_BLOCK &&
+           down->format == EPMOE_FORMAT_FP8_BLOCK;
+}
+
+epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
+                                          const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols, bool halves)
+{
+    bool tiled = backend == EPMOE_BACKEND_CUDA && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_MXFP4);
     epmoei_matrix_sizes_t sizes = {.data = rows * cols * epmoe_dtype_size(epmoei_dtype_of_format(format))};
-    if (epmoei_format_is_quantised(format)) {
+    if (tiled) {
+        epmoei_quant_tiles_t tiles = epmoei_quant_tiles(format, pack->scales_dtype, rows, cols, pack->group, halves);
+        sizes.data = tiles.data_bytes;
+        sizes.scales = tiles.scales_bytes;
+        sizes.zeros = pack->zeros ? tiles.zeros_bytes : 0;
+        sizes.order = pack->order ? cols * 4 : 0;
+    } else if (epmoei_format_is_quantised(format)) {
         epmoei_quant_sizes_t quant = epmoei_quant_sizes(format, rows, cols, pack->group,
                                                         halves && format == EPMOE_FORMAT_FP8_BLOCK ? rows / 2 : 0);
         sizes.data = quant.data_bytes;
@@ -251,11 +290,12 @@ epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *c
 }
 
 /* Of `experts` experts; *data stays NULL for what is not there. */
-static void carve_weight(epmoei_arena_t *arena, epmoe_format_t format, const epmoei_pack_shape_t *pack, int64_t experts,
-                         int64_t rows, int64_t cols, bool halves, void **data, epmoei_pack_arrays_t *arrays)
+static void carve_weight(epmoei_arena_t *arena, epmoe_backend_t backend, epmoe_format_t format,
+                         const epmoei_pack_shape_t *pack, int64_t experts, int64_t rows, int64_t cols, bool halves,
+                         void **data, epmoei_pack_arrays_t *arrays)
 {
     if (format == EPMOE_FORMAT_NONE || experts * rows * cols == 0) return;
-    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(format, pack, rows, cols, halves);
+    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(backend, format, pack, rows, cols, halves);
     *data = epmoei_carve(arena, experts * sizes.data);
     if (sizes.scales) arrays->scales = epmoei_carve(arena, experts * sizes.scales);
     if (sizes.zeros) arrays->zeros = epmoei_carve(arena, experts * sizes.zeros);
@@ -267,8 +307,9 @@ static float *carve_bias(epmoei_arena_t *arena, int32_t present, int64_t element
     return present ? epmoei_carve(arena, elements * 4) : NULL;
 }
 
-int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, int32_t local_experts,
-                                    const epmoei_layer_formats_t *formats, epmoei_packed_weights_t *out)
+int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                    int32_t local_experts, const epmoei_layer_formats_t *formats,
+                                    epmoei_packed_weights_t *out)
 {
     epmoei_arena_t arena = {base, 0};
     int64_t d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
@@ -280,16 +321,16 @@ int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *conf
         out->router = epmoei_carve(&arena, num_experts * d * router_size);
         out->router_bias = carve_bias(&arena, config->router_has_bias, num_experts);
         out->selection_bias = carve_bias(&arena, config->has_selection_bias, num_experts);
-        carve_weight(&arena, formats->gate_up, &formats->gate_up_pack, local_experts, 2 * f, d, true, &out->gate_up,
-                     &out->gate_up_arrays);
-        carve_weight(&arena, formats->down, &formats->down_pack, local_experts, d, f, false, &out->down,
+        carve_weight(&arena, backend, formats->gate_up, &formats->gate_up_pack, local_experts, 2 * f, d, true,
+                     &out->gate_up, &out->gate_up_arrays);
+        carve_weight(&arena, backend, formats->down, &formats->down_pack, local_experts, d, f, false, &out->down,
                      &out->down_arrays);
         out->gate_up_bias = carve_bias(&arena, config->expert_has_bias, local_experts * 2 * f);
         out->down_bias = carve_bias(&arena, config->expert_has_bias, local_experts * d);
     }
-    carve_weight(&arena, formats->shared_gate_up, &formats->shared_gate_up_pack, 1, 2 * fs, d, true,
+    carve_weight(&arena, backend, formats->shared_gate_up, &formats->shared_gate_up_pack, 1, 2 * fs, d, true,
                  &out->shared_gate_up, &out->shared_gate_up_arrays);
-    carve_weight(&arena, formats->shared_down, &formats->shared_down_pack, 1, d, fs, false, &out->shared_down,
+    carve_weight(&arena, backend, formats->shared_down, &formats->shared_down_pack, 1, d, fs, false, &out->shared_down,
                  &out->shared_down_arrays);
     if (config->shared_gated) out->shared_gate = epmoei_carve(&arena, d * router_size);
     return arena.used;
@@ -308,8 +349,10 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
     EPMOEI_CHECK(epmoe_expert_range(checked.num_experts, size, rank, &result.first_expert, &result.local_experts));
     epmoei_layer_formats_t formats = epmoei_layer_config_formats(&checked);
     int64_t max_rows = epmoei_layer_max_rows(&checked, (int64_t)checked.max_tokens * size);
-    result.weight_bytes = epmoei_layer_weights_layout(NULL, &checked, result.local_experts, &formats, &weights);
-    EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows, &workspace));
+    result.weight_bytes =
+        epmoei_layer_weights_layout(NULL, &checked, backend, result.local_experts, &formats, &weights);
+    EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows,
+                                               backend == EPMOE_BACKEND_CUDA ? &weights : NULL, &workspace));
     result.workspace_bytes = workspace.bytes;
     if (checked.num_experts && size > 1) {
         epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;

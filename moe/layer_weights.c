@@ -1,5 +1,6 @@
 #include "moe/layer_weights.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "moe/weight_writer.h"
 
@@ -78,16 +79,18 @@ typedef struct merged_t {
     const char *matrix;
     epmoe_format_t *format;
     epmoei_pack_shape_t *pack;
+    const char *widened; /* what they are kept as otherwise: fp32, on CUDA the layer's dtype */
+    bool cuda;
     bool quantised; /* some source so far is */
     bool warned;
 } merged_t;
 
-/* fp32 is exact, but takes four to eight times the memory: nobody should have to guess where that went. */
+/* Plain weights take two to eight times the memory: nobody should have to guess where that went. */
 static void warn_widened(merged_t *merged, const char *name, const char *why)
 {
     if (!merged->warned)
-        epmoei_log(EPMOE_LOG_WARNING, "%s: quantised weights %s are kept as fp32: %s: %s", merged->place,
-                   merged->matrix, name, why);
+        epmoei_log(EPMOE_LOG_WARNING, "%s: quantised weights %s are kept as %s: %s: %s", merged->place, merged->matrix,
+                   merged->widened, name, why);
     merged->warned = true;
 }
 
@@ -106,6 +109,8 @@ static void merge_source(merged_t *merged, const epmoei_view_t *view, const epmo
     if (shape.format == EPMOE_FORMAT_NONE)
         why = own == EPMOE_FORMAT_FP8_BLOCK ? "its rows cut blocks of fp8_block that have one scale"
                                             : "the groups of its g_idx are not all of group_size columns";
+    if (!why && merged->cuda) why = epmoei_quant_cuda_obstacle(&shape, source->quant.cols);
+    if (why) shape.format = EPMOE_FORMAT_NONE;
     if (so_far != EPMOE_FORMAT_NONE) shape = epmoei_pack_merge(merged->pack, &shape);
     bool fits = shape.format != EPMOE_FORMAT_NONE && (so_far == EPMOE_FORMAT_NONE || so_far == shape.format);
     if (!why && !fits) why = merged->quantised ? "its format or group_size is not that of the others" : mixture;
@@ -113,6 +118,16 @@ static void merge_source(merged_t *merged, const epmoei_view_t *view, const epmo
     *merged->format = fits ? shape.format : EPMOE_FORMAT_F32;
     *merged->pack = shape;
     merged->quantised = true;
+}
+
+/* CUDA permutes the columns of x once for gate and up rows. */
+static bool same_order(const epmoei_quant_t *gate, const epmoei_quant_t *up)
+{
+    if (!gate->g_idx || !up->g_idx) return !gate->g_idx && !up->g_idx;
+    if (gate->format != up->format || gate->cols != up->cols) return false;
+    for (int64_t c = 0; c < gate->cols; c++)
+        if (epmoei_quant_index(gate, c) != epmoei_quant_index(up, c)) return false;
+    return true;
 }
 
 static void merge_expert(merged_t *gate_up, merged_t *down, const epmoei_expert_source_t *expert, const char *name)
@@ -124,18 +139,26 @@ static void merge_expert(merged_t *gate_up, merged_t *down, const epmoei_expert_
     merge_source(gate_up, &expert->up, &expert->up_quant, what);
     snprintf(what, sizeof what, "%s down", name);
     merge_source(down, &expert->down, &expert->down_quant, what);
+    if (!gate_up->cuda || *gate_up->format != EPMOE_FORMAT_W4 || !gate_up->pack->order ||
+        same_order(&expert->gate_quant.quant, &expert->up_quant.quant))
+        return;
+    warn_widened(gate_up, name, "its gate and up rows have different orders of columns");
+    *gate_up->format = EPMOE_FORMAT_F32;
 }
 
-/* Quantised weights run on the CPU alone. */
-static epmoe_status_t check_cuda_source(const epmoe_layer_t *layer, const epmoei_expert_source_t *expert,
+/* Quantised weights are packed by the host. */
+static epmoe_status_t check_cuda_source(const epmoe_layer_t *layer, const epmoei_expert_source_t *expert, bool borrowed,
                                         const char *name)
 {
     const epmoei_quant_source_t *const sources[] = {&expert->gate_quant, &expert->up_quant, &expert->down_quant};
-    if (layer->backend != EPMOE_BACKEND_CUDA) return EPMOE_OK;
-    for (int i = 0; i < 3; i++)
-        if (sources[i]->quant.format != EPMOE_FORMAT_NONE)
-            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s is %s: on CUDA this version computes bf16 and fp16", name,
-                               epmoe_format_string(sources[i]->quant.format));
+    if (layer->backend != EPMOE_BACKEND_CUDA || borrowed) return EPMOE_OK;
+    for (int i = 0; i < 3; i++) {
+        const epmoei_quant_t *quant = &sources[i]->quant;
+        if (quant->format != EPMOE_FORMAT_NONE && epmoei_memory_is_device(quant->data))
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                               "%s is %s in device memory: expected quantised weights in host memory", name,
+                               epmoe_format_string(quant->format));
+    }
     return EPMOE_OK;
 }
 
@@ -147,7 +170,7 @@ static epmoe_status_t fit_cuda_formats(const epmoe_layer_t *layer, epmoei_layer_
     epmoe_format_t *const matrices[] = {&formats->gate_up, &formats->down, &formats->shared_gate_up,
                                         &formats->shared_down};
     for (size_t i = 0; i < sizeof matrices / sizeof matrices[0]; i++)
-        if (*matrices[i] != EPMOE_FORMAT_NONE) *matrices[i] = format;
+        if (*matrices[i] != EPMOE_FORMAT_NONE && !epmoei_format_is_quantised(*matrices[i])) *matrices[i] = format;
     epmoe_dtype_t dtype = layer->config.dtype;
     bool has_router = layer->config.num_experts > 0 || layer->config.shared_gated;
     if (has_router && formats->router != EPMOE_BF16 && formats->router != dtype)
@@ -161,16 +184,21 @@ static epmoe_status_t fit_cuda_formats(const epmoe_layer_t *layer, epmoei_layer_
 }
 
 /* Looks at every view before anything is copied. */
-static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weights_source_t *source,
+static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weights_source_t *source, bool borrowed,
                                    const epmoei_layer_source_t *common, epmoei_layer_formats_t *formats)
 {
     const epmoe_layer_config_t *config = &layer->config;
     memset(formats, 0, sizeof *formats);
     formats->router = EPMOE_F32;
-    const char *place = source->place;
+    const bool cuda = layer->backend == EPMOE_BACKEND_CUDA;
+    const merged_t none = {.place = source->place,
+                           .cuda = cuda,
+                           .widened = cuda ? epmoe_dtype_string(config->dtype) : "fp32",
+                           .warned = borrowed}; /* those are kept as they are */
     if (config->num_experts) {
-        merged_t gate_up = {place, "gate_up", &formats->gate_up, &formats->gate_up_pack, false, false};
-        merged_t down = {place, "down", &formats->down, &formats->down_pack, false, false};
+        merged_t gate_up = none, down = none;
+        gate_up.matrix = "gate_up", gate_up.format = &formats->gate_up, gate_up.pack = &formats->gate_up_pack;
+        down.matrix = "down", down.format = &formats->down, down.pack = &formats->down_pack;
         EPMOEI_CHECK(check_view(&common->router, "router", config->num_experts, config->hidden));
         formats->router = common->router.dtype;
         if (config->router_has_bias)
@@ -183,16 +211,17 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
             snprintf(name, sizeof name, "expert %d", layer->first_expert + e);
             EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
             EPMOEI_CHECK(check_expert(config, &expert, config->intermediate, config->expert_has_bias, name));
-            EPMOEI_CHECK(check_cuda_source(layer, &expert, name));
+            EPMOEI_CHECK(check_cuda_source(layer, &expert, borrowed, name));
             merge_expert(&gate_up, &down, &expert, name);
         }
     }
     if (config->shared_intermediate) {
         EPMOEI_CHECK(check_expert(config, &common->shared, config->shared_intermediate, false, "shared expert"));
-        merged_t gate_up = {place, "shared_gate_up", &formats->shared_gate_up, &formats->shared_gate_up_pack, false,
-                            false};
-        merged_t down = {place, "shared_down", &formats->shared_down, &formats->shared_down_pack, false, false};
-        EPMOEI_CHECK(check_cuda_source(layer, &common->shared, "shared expert"));
+        merged_t gate_up = none, down = none;
+        gate_up.matrix = "shared_gate_up", gate_up.format = &formats->shared_gate_up;
+        gate_up.pack = &formats->shared_gate_up_pack;
+        down.matrix = "shared_down", down.format = &formats->shared_down, down.pack = &formats->shared_down_pack;
+        EPMOEI_CHECK(check_cuda_source(layer, &common->shared, borrowed, "shared expert"));
         merge_expert(&gate_up, &down, &common->shared, "shared expert");
     }
     if (config->shared_gated) {
@@ -202,7 +231,7 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
             merge_format(config->num_experts ? epmoei_format_of_dtype(formats->router) : EPMOE_FORMAT_NONE,
                          common->shared_gate.dtype));
     }
-    return layer->backend == EPMOE_BACKEND_CUDA ? fit_cuda_formats(layer, formats) : EPMOE_OK;
+    return cuda ? fit_cuda_formats(layer, formats) : EPMOE_OK;
 }
 
 void epmoei_layer_drop_weights(epmoe_layer_t *layer)
@@ -216,9 +245,11 @@ void epmoei_layer_drop_weights(epmoe_layer_t *layer)
 epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_layer_formats_t *formats)
 {
     epmoei_layer_drop_weights(layer);
-    int64_t bytes = epmoei_layer_weights_layout(NULL, &layer->config, layer->local_experts, formats, &layer->weights);
+    int64_t bytes = epmoei_layer_weights_layout(NULL, &layer->config, layer->backend, layer->local_experts, formats,
+                                                &layer->weights);
     EPMOEI_CHECK(epmoei_memory_alloc(layer->backend, &layer->weights_memory, bytes, "this rank's weights"));
-    epmoei_layer_weights_layout(layer->weights_memory, &layer->config, layer->local_experts, formats, &layer->weights);
+    epmoei_layer_weights_layout(layer->weights_memory, &layer->config, layer->backend, layer->local_experts, formats,
+                                &layer->weights);
     return EPMOE_OK;
 }
 
@@ -256,28 +287,24 @@ static epmoei_view_t as_column(epmoei_view_t bias)
 /* One expert's matrix in the packed memory. */
 typedef struct matrix_t {
     epmoe_format_t format;
-    const epmoei_pack_shape_t *pack;
     epmoei_matrix_sizes_t sizes;
-    int64_t rows;
-    int64_t cols;
-    bool halves; /* gate and up */
-    char *data;
-    epmoei_pack_arrays_t arrays;
+    epmoei_quant_matrix_t at; /* data alone where it is plain */
 } matrix_t;
 
-static matrix_t matrix_of(epmoe_format_t format, const epmoei_pack_shape_t *pack, void *data,
-                          const epmoei_pack_arrays_t *arrays, int64_t rows, int64_t cols, bool halves, int64_t e)
+static matrix_t matrix_of(const epmoe_layer_t *layer, epmoe_format_t format, const epmoei_pack_shape_t *pack,
+                          void *data, const epmoei_pack_arrays_t *arrays, int64_t rows, int64_t cols, bool halves,
+                          int64_t e)
 {
-    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(format, pack, rows, cols, halves);
-    matrix_t matrix = {format, pack, sizes, rows, cols, halves, NULL, {0}};
-    if (data) matrix.data = (char *)data + e * sizes.data;
-    if (arrays->scales) matrix.arrays.scales = (char *)arrays->scales + e * sizes.scales;
-    if (arrays->zeros) matrix.arrays.zeros = arrays->zeros + e * sizes.zeros;
-    if (arrays->order) matrix.arrays.order = arrays->order + e * (sizes.order / 4);
+    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(layer->backend, format, pack, rows, cols, halves);
+    matrix_t matrix = {format, sizes, {.pack = pack, .rows = rows, .cols = cols, .halves = halves}};
+    if (data) matrix.at.data = (char *)data + e * sizes.data;
+    if (arrays->scales) matrix.at.arrays.scales = (char *)arrays->scales + e * sizes.scales;
+    if (arrays->zeros) matrix.at.arrays.zeros = arrays->zeros + e * sizes.zeros;
+    if (arrays->order) matrix.at.arrays.order = arrays->order + e * (sizes.order / 4);
     return matrix;
 }
 
-/* A quantised source that does not fit the packed layout of the others, as fp32. */
+/* Row r becomes row first_row + r * row_step of dst. */
 static void widen(const epmoei_quant_t *quant, float *dst, int64_t first_row, int64_t row_step)
 {
 #pragma omp parallel for schedule(static)
@@ -290,60 +317,87 @@ static void widen(const epmoei_quant_t *quant, float *dst, int64_t first_row, in
     }
 }
 
+/* A quantised source that does not fit the packed layout of the others. */
+static epmoe_status_t put_widened(const epmoe_layer_t *layer, epmoei_weight_writer_t *writer, const matrix_t *matrix,
+                                  const epmoei_quant_t *quant, int64_t first_row, int64_t row_step)
+{
+    if (layer->backend != EPMOE_BACKEND_CUDA) {
+        widen(quant, matrix->at.data, first_row, row_step);
+        return EPMOE_OK;
+    }
+    void *values;
+    EPMOEI_CHECK(epmoei_alloc_for(&values, quant->rows * quant->cols * 4, "widening a quantised matrix"));
+    widen(quant, values, 0, 1);
+    const epmoei_view_t view = {values, EPMOE_F32, quant->rows, quant->cols, quant->cols, 1};
+    epmoe_status_t status =
+        epmoei_writer_put(writer, &view, matrix->at.data, epmoei_dtype_of_format(matrix->format), first_row, row_step);
+    epmoe_status_t waited = epmoei_writer_wait(writer);
+    epmoei_free(values);
+    return status != EPMOE_OK ? status : waited;
+}
+
+/* Where matrices are put, whatever their format. */
+typedef struct writers_t {
+    epmoei_weight_writer_t plain;
+    epmoei_quant_writer_t quant;
+} writers_t;
+
 /* Rows of a source, which are the matrix's own or, with halves, its gate (half 0) or up rows (half 1). */
-static epmoe_status_t put_rows(const epmoe_layer_t *layer, epmoei_weight_writer_t *writer, const matrix_t *matrix,
+static epmoe_status_t put_rows(const epmoe_layer_t *layer, writers_t *writers, const matrix_t *matrix,
                                const epmoei_view_t *view, const epmoei_quant_source_t *source, int half)
 {
     const epmoei_quant_t *quant = &source->quant;
     int64_t first_row = 0, row_step = 1;
-    if (matrix->halves) epmoei_packed_rows(layer, view->rows, half == 1, &first_row, &row_step);
-    if (!matrix->data || !view->data) return EPMOE_OK;
-    if (quant->format == EPMOE_FORMAT_NONE)
-        return epmoei_writer_put(writer, view, matrix->data, epmoei_dtype_of_format(matrix->format), first_row,
-                                 row_step);
-    if (!epmoei_format_is_quantised(matrix->format)) {
-        widen(quant, (float *)(void *)matrix->data, first_row, row_step);
+    if (epmoei_format_is_quantised(matrix->format)) {
+        epmoei_pack_target_t target = epmoei_quant_writer_target(&writers->quant, half);
+        epmoei_quant_pack(quant, &target);
         return EPMOE_OK;
     }
-    epmoei_pack_target_t target = {
-        .shape = *matrix->pack,
-        .data = matrix->data,
-        .scales = matrix->arrays.scales,
-        .zeros = matrix->arrays.zeros,
-        .order = matrix->arrays.order ? matrix->arrays.order + half * matrix->cols : NULL,
-        .first_row = first_row,
-        .row_step = row_step,
-        .first_block = half * epmoei_ceil_div(view->rows, matrix->pack->group),
-    };
-    epmoei_quant_pack(quant, &target);
-    return EPMOE_OK;
+    if (matrix->at.halves) epmoei_packed_rows(layer, view->rows, half == 1, &first_row, &row_step);
+    if (quant->format == EPMOE_FORMAT_NONE)
+        return epmoei_writer_put(&writers->plain, view, matrix->at.data, epmoei_dtype_of_format(matrix->format),
+                                 first_row, row_step);
+    return put_widened(layer, &writers->plain, matrix, quant, first_row, row_step);
 }
 
-static epmoe_status_t put_expert(const epmoe_layer_t *layer, epmoei_weight_writer_t *writer, const matrix_t *gate_up,
+/* second NULL: the matrix has one half. */
+static epmoe_status_t put_matrix(const epmoe_layer_t *layer, writers_t *writers, const matrix_t *matrix,
+                                 const epmoei_view_t *view, const epmoei_quant_source_t *source,
+                                 const epmoei_view_t *second, const epmoei_quant_source_t *second_source)
+{
+    bool quantised = epmoei_format_is_quantised(matrix->format);
+    if (!matrix->at.data || !view->data) return EPMOE_OK;
+    if (quantised) EPMOEI_CHECK(epmoei_quant_writer_begin(&writers->quant, &matrix->at));
+    EPMOEI_CHECK(put_rows(layer, writers, matrix, view, source, 0));
+    if (second) EPMOEI_CHECK(put_rows(layer, writers, matrix, second, second_source, 1));
+    return quantised ? epmoei_quant_writer_end(&writers->quant) : EPMOE_OK;
+}
+
+static epmoe_status_t put_expert(const epmoe_layer_t *layer, writers_t *writers, const matrix_t *gate_up,
                                  const matrix_t *down, const epmoei_expert_source_t *expert)
 {
-    EPMOEI_CHECK(put_rows(layer, writer, gate_up, &expert->gate, &expert->gate_quant, 0));
-    EPMOEI_CHECK(put_rows(layer, writer, gate_up, &expert->up, &expert->up_quant, 1));
-    return put_rows(layer, writer, down, &expert->down, &expert->down_quant, 0);
+    EPMOEI_CHECK(
+        put_matrix(layer, writers, gate_up, &expert->gate, &expert->gate_quant, &expert->up, &expert->up_quant));
+    return put_matrix(layer, writers, down, &expert->down, &expert->down_quant, NULL, NULL);
 }
 
 static matrix_t gate_up_of(const epmoe_layer_t *layer, int64_t e)
 {
     const epmoei_packed_weights_t *weights = &layer->weights;
-    return matrix_of(weights->formats.gate_up, &weights->formats.gate_up_pack, weights->gate_up,
+    return matrix_of(layer, weights->formats.gate_up, &weights->formats.gate_up_pack, weights->gate_up,
                      &weights->gate_up_arrays, 2 * (int64_t)layer->config.intermediate, layer->config.hidden, true, e);
 }
 
 static matrix_t down_of(const epmoe_layer_t *layer, int64_t e)
 {
     const epmoei_packed_weights_t *weights = &layer->weights;
-    return matrix_of(weights->formats.down, &weights->formats.down_pack, weights->down, &weights->down_arrays,
+    return matrix_of(layer, weights->formats.down, &weights->formats.down_pack, weights->down, &weights->down_arrays,
                      layer->config.hidden, layer->config.intermediate, false, e);
 }
 
-static epmoe_status_t put_common(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
-                                 const epmoei_layer_source_t *common)
+static epmoe_status_t put_common(epmoe_layer_t *layer, writers_t *writers, const epmoei_layer_source_t *common)
 {
+    epmoei_weight_writer_t *writer = &writers->plain;
     const epmoei_packed_weights_t *weights = &layer->weights;
     const epmoei_layer_formats_t *formats = &weights->formats;
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->router, weights->router, formats->router, 0, 1));
@@ -351,45 +405,46 @@ static epmoe_status_t put_common(epmoe_layer_t *layer, epmoei_weight_writer_t *w
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->selection_bias, weights->selection_bias, EPMOE_F32, 0, 1));
     EPMOEI_CHECK(epmoei_writer_put(writer, &common->shared_gate, weights->shared_gate, formats->router, 0, 1));
     int64_t d = layer->config.hidden, fs = layer->config.shared_intermediate;
-    matrix_t gate_up = matrix_of(formats->shared_gate_up, &formats->shared_gate_up_pack, weights->shared_gate_up,
+    matrix_t gate_up = matrix_of(layer, formats->shared_gate_up, &formats->shared_gate_up_pack, weights->shared_gate_up,
                                  &weights->shared_gate_up_arrays, 2 * fs, d, true, 0);
-    matrix_t down = matrix_of(formats->shared_down, &formats->shared_down_pack, weights->shared_down,
+    matrix_t down = matrix_of(layer, formats->shared_down, &formats->shared_down_pack, weights->shared_down,
                               &weights->shared_down_arrays, d, fs, false, 0);
-    return put_expert(layer, writer, &gate_up, &down, &common->shared);
+    return put_expert(layer, writers, &gate_up, &down, &common->shared);
 }
 
-static epmoe_status_t put_routed(epmoe_layer_t *layer, epmoei_weight_writer_t *writer, int32_t e,
+static epmoe_status_t put_routed(epmoe_layer_t *layer, writers_t *writers, int32_t e,
                                  const epmoei_expert_source_t *expert)
 {
+    epmoei_weight_writer_t *writer = &writers->plain;
     const epmoei_packed_weights_t *weights = &layer->weights;
     int64_t d = layer->config.hidden, f = layer->config.intermediate;
     matrix_t gate_up = gate_up_of(layer, e), down = down_of(layer, e);
-    EPMOEI_CHECK(put_expert(layer, writer, &gate_up, &down, expert));
+    EPMOEI_CHECK(put_expert(layer, writers, &gate_up, &down, expert));
     if (!weights->gate_up_bias) return EPMOE_OK;
     epmoei_view_t gate = as_column(expert->gate_bias), up = as_column(expert->up_bias);
     EPMOEI_CHECK(put_gate_up(layer, writer, weights->gate_up_bias + e * 2 * f, EPMOE_F32, &gate, &up));
     return epmoei_writer_put(writer, &expert->down_bias, weights->down_bias + e * d, EPMOE_F32, 0, 1);
 }
 
-static epmoe_status_t put_all(epmoe_layer_t *layer, epmoei_weight_writer_t *writer,
-                              const epmoei_weights_source_t *source, const epmoei_layer_source_t *common)
+static epmoe_status_t put_all(epmoe_layer_t *layer, writers_t *writers, const epmoei_weights_source_t *source,
+                              const epmoei_layer_source_t *common)
 {
-    EPMOEI_CHECK(put_common(layer, writer, common));
+    EPMOEI_CHECK(put_common(layer, writers, common));
     if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     int64_t expert_bytes = gate_up_of(layer, 0).sizes.total + down_of(layer, 0).sizes.total;
     for (int32_t e = 0; e < layer->local_experts; e++) {
         epmoei_expert_source_t expert;
         EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
-        EPMOEI_CHECK(put_routed(layer, writer, e, &expert));
+        EPMOEI_CHECK(put_routed(layer, writers, e, &expert));
         const epmoe_load_options_t *options = source->options;
         if (options && options->progress) {
-            EPMOEI_CHECK(epmoei_writer_wait(writer));
+            EPMOEI_CHECK(epmoei_writer_wait(&writers->plain));
             if (options->progress(options->progress_ctx, (e + 1) * expert_bytes, layer->local_experts * expert_bytes))
                 return epmoei_fail(EPMOE_ERROR_BAD_STATE, "loading was cancelled by the progress callback");
         }
         if (source->step) EPMOEI_CHECK(source->step(source->ctx));
     }
-    return epmoei_writer_wait(writer);
+    return epmoei_writer_wait(&writers->plain);
 }
 
 epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_weights_source_t *source,
@@ -398,17 +453,21 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
     epmoei_layer_source_t common;
     epmoei_layer_formats_t formats;
     EPMOEI_CHECK(source->layer(source->ctx, &common));
-    EPMOEI_CHECK(check_source(layer, source, &common, &formats));
+    EPMOEI_CHECK(check_source(layer, source, borrow_matrices, &common, &formats));
     epmoei_layer_formats_t copied = formats;
     if (borrow_matrices) copied.gate_up = copied.down = copied.shared_gate_up = copied.shared_down = EPMOE_FORMAT_NONE;
     EPMOEI_CHECK(epmoei_layer_make_weights(layer, &copied));
+    /* Borrowed ones are not there yet. */
+    if (!borrow_matrices) EPMOEI_CHECK(epmoei_layer_fit_workspace(layer));
 
-    epmoei_weight_writer_t writer;
-    EPMOEI_CHECK(epmoei_writer_open(&writer, layer->backend));
-    epmoe_status_t status = put_all(layer, &writer, source, &common);
-    /* Nothing may be under way when the staging buffer and the sources go. */
-    epmoe_status_t last = epmoei_writer_wait(&writer);
-    epmoei_writer_close(&writer);
+    writers_t writers;
+    EPMOEI_CHECK(epmoei_writer_open(&writers.plain, layer->backend));
+    epmoei_quant_writer_open(&writers.quant, layer->backend, writers.plain.stream);
+    epmoe_status_t status = put_all(layer, &writers, source, &common);
+    /* Nothing may be under way when the staging buffers and the sources go. */
+    epmoe_status_t last = epmoei_writer_wait(&writers.plain);
+    epmoei_quant_writer_close(&writers.quant);
+    epmoei_writer_close(&writers.plain);
     if (status == EPMOE_OK) status = last;
     layer->has_weights = status == EPMOE_OK;
     return status;

@@ -4,6 +4,7 @@
 #define EPMOEI_LAYER_WEIGHTS_H
 
 #include "moe/layer.h"
+#include "moe/quant_writer.h"
 
 /* Where a build takes its views from. */
 typedef struct epmoei_weights_source_t {

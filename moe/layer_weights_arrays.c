@@ -104,9 +104,9 @@ static epmoe_status_t check_weight(const arrays_t *arrays, const char *name, epm
     if (!epmoei_format_is_quantised(weight->format))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.format is %d: expected an epmoe_format_t", name,
                            (int)weight->format);
-    if (arrays->layer->backend == EPMOE_BACKEND_CUDA)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s.format is %s: on CUDA this version computes bf16 and fp16",
-                           name, epmoe_format_string(weight->format));
+    if (arrays->packed && arrays->layer->backend == EPMOE_BACKEND_CUDA && weight->format != EPMOE_FORMAT_FP8_BLOCK)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s.format is %s: packed on CUDA it must be %s or fp8_block",
+                           name, epmoe_format_string(weight->format), epmoe_dtype_string(arrays->layer->config.dtype));
     bool packs = weight->format == EPMOE_FORMAT_FP8_BLOCK || weight->format == EPMOE_FORMAT_MXFP4 ||
                  weight->format == EPMOE_FORMAT_W4;
     if (arrays->packed && !packs)
@@ -139,15 +139,19 @@ static epmoe_status_t check_borrowed(const epmoe_layer_t *layer, const epmoe_lay
                     {"shared_gate_up", &weights->shared_gate_up},
                     {"shared_down", &weights->shared_down}};
     for (size_t i = 0; i < sizeof borrowed / sizeof borrowed[0]; i++) {
-        const void *data = borrowed[i].weight->data;
-        if (!data) continue;
-        if (!epmoei_memory_is_device(data) || (uintptr_t)data % 16)
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                               "weights.%s.data is %p: borrowed on CUDA it must be device memory aligned to 16 bytes",
-                               borrowed[i].name, data);
-        if (borrowed[i].weight->format != epmoei_format_of_dtype(layer->config.dtype))
+        const epmoe_weight_t *weight = borrowed[i].weight;
+        const bool quantised = epmoei_format_is_quantised(weight->format);
+        if (!weight->data) continue;
+        for (int scales = 0; scales < (quantised ? 2 : 1); scales++) {
+            const void *data = scales ? weight->scales : weight->data;
+            if (!epmoei_memory_is_device(data) || (uintptr_t)data % 16)
+                return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                                   "weights.%s.%s is %p: borrowed on CUDA it must be device memory aligned to 16 bytes",
+                                   borrowed[i].name, scales ? "scales" : "data", data);
+        }
+        if (!quantised && weight->format != epmoei_format_of_dtype(layer->config.dtype))
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weights.%s.format is %s: borrowed on CUDA it must be %s",
-                               borrowed[i].name, epmoe_format_string(borrowed[i].weight->format),
+                               borrowed[i].name, epmoe_format_string(weight->format),
                                epmoe_dtype_string(layer->config.dtype));
     }
     return EPMOE_OK;
@@ -199,6 +203,8 @@ epmoe_status_t epmoe_layer_set_weights(epmoe_layer_t *layer, const epmoe_layer_w
                       &packed->shared_gate_up, &packed->shared_gate_up_arrays);
         borrow_weight(&own->shared_down, &formats->shared_down, &formats->shared_down_pack, &packed->shared_down,
                       &packed->shared_down_arrays);
+        status = epmoei_layer_fit_workspace(layer);
+        if (status != EPMOE_OK) epmoei_layer_drop_weights(layer);
     }
-    return EPMOE_OK;
+    return status;
 }

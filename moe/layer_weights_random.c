@@ -44,65 +44,78 @@ static random_job_t gate_up_job(const epmoe_layer_t *layer, void *dst, epmoe_dty
     return job;
 }
 
-/* Rows of one expert in a quantised matrix: half 0 gate or all rows, half 1 up rows. */
+/* One expert's quantised matrix. */
 typedef struct quant_job_t {
     epmoei_random_tensor_t tensor;
+    epmoei_random_tensor_t second; /* with halves, of the up rows */
     const epmoei_pack_shape_t *pack;
     void *data;
     const epmoei_pack_arrays_t *arrays;
-    int64_t rows; /* of the tensor */
+    int64_t rows; /* of a tensor */
     int64_t cols;
     bool halves;
-    int half;
 } quant_job_t;
 
-static void fill_quantised(uint64_t seed, const quant_job_t *job, int64_t e, int32_t expert)
+static epmoe_status_t fill_quantised(epmoei_quant_writer_t *writer, uint64_t seed, const quant_job_t *job, int64_t e,
+                                     int32_t expert)
 {
     const epmoei_pack_shape_t *pack = job->pack;
     int64_t rows = job->halves ? 2 * job->rows : job->rows;
-    epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(pack->format, pack, rows, job->cols, job->halves);
-    const epmoei_random_quant_t random = {pack->format, pack->group, seed, job->tensor, expert, job->cols};
-    epmoei_pack_target_t target = {
-        .shape = *pack,
+    if (!job->data) return EPMOE_OK;
+    epmoei_matrix_sizes_t sizes =
+        epmoei_matrix_sizes(writer->backend, pack->format, pack, rows, job->cols, job->halves);
+    const epmoei_quant_matrix_t matrix = {
+        .pack = pack,
+        .rows = rows,
+        .cols = job->cols,
+        .halves = job->halves,
         .data = (char *)job->data + e * sizes.data,
-        .scales = (char *)job->arrays->scales + e * sizes.scales,
-        .zeros = job->arrays->zeros ? job->arrays->zeros + e * sizes.zeros : NULL,
-        .first_row = job->half * job->rows,
-        .row_step = 1,
-        .first_block = job->half * epmoei_ceil_div(job->rows, pack->group),
+        .arrays = {.scales = (char *)job->arrays->scales + e * sizes.scales,
+                   .zeros = job->arrays->zeros ? job->arrays->zeros + e * sizes.zeros : NULL},
     };
-    epmoei_random_quant_fill(&random, job->rows, &target);
+    EPMOEI_CHECK(epmoei_quant_writer_begin(writer, &matrix));
+    for (int half = 0; half < (job->halves ? 2 : 1); half++) {
+        epmoei_random_tensor_t tensor = half ? job->second : job->tensor;
+        const epmoei_random_quant_t random = {pack->format, pack->group, seed, tensor, expert, job->cols};
+        epmoei_pack_target_t target = epmoei_quant_writer_target(writer, half);
+        epmoei_random_quant_fill(&random, job->rows, &target);
+    }
+    return epmoei_quant_writer_end(writer);
 }
 
-static void fill_quantised_shared(const epmoe_layer_t *layer, uint64_t seed)
+static epmoe_status_t fill_quantised_shared(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed)
 {
     const epmoei_packed_weights_t *w = &layer->weights;
     const epmoei_pack_shape_t *gate_up = &w->formats.shared_gate_up_pack, *down = &w->formats.shared_down_pack;
     int64_t d = layer->config.hidden, fs = layer->config.shared_intermediate;
     const quant_job_t jobs[] = {
-        {EPMOEI_RANDOM_SHARED_GATE_PROJ, gate_up, w->shared_gate_up, &w->shared_gate_up_arrays, fs, d, true, 0},
-        {EPMOEI_RANDOM_SHARED_UP, gate_up, w->shared_gate_up, &w->shared_gate_up_arrays, fs, d, true, 1},
-        {EPMOEI_RANDOM_SHARED_DOWN, down, w->shared_down, &w->shared_down_arrays, d, fs, false, 0},
+        {EPMOEI_RANDOM_SHARED_GATE_PROJ, EPMOEI_RANDOM_SHARED_UP, gate_up, w->shared_gate_up, &w->shared_gate_up_arrays,
+         fs, d, true},
+        {EPMOEI_RANDOM_SHARED_DOWN, EPMOEI_RANDOM_SHARED_DOWN, down, w->shared_down, &w->shared_down_arrays, d, fs,
+         false},
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
-        if (jobs[i].data) fill_quantised(seed, &jobs[i], 0, 0);
+        EPMOEI_CHECK(fill_quantised(writer, seed, &jobs[i], 0, 0));
+    return EPMOE_OK;
 }
 
-static void fill_quantised_expert(const epmoe_layer_t *layer, uint64_t seed, int64_t e)
+static epmoe_status_t fill_quantised_expert(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed,
+                                            int64_t e)
 {
     const epmoei_packed_weights_t *w = &layer->weights;
     const epmoei_pack_shape_t *gate_up = &w->formats.gate_up_pack, *down = &w->formats.down_pack;
     int64_t d = layer->config.hidden, f = layer->config.intermediate;
     const quant_job_t jobs[] = {
-        {EPMOEI_RANDOM_GATE, gate_up, w->gate_up, &w->gate_up_arrays, f, d, true, 0},
-        {EPMOEI_RANDOM_UP, gate_up, w->gate_up, &w->gate_up_arrays, f, d, true, 1},
-        {EPMOEI_RANDOM_DOWN, down, w->down, &w->down_arrays, d, f, false, 0},
+        {EPMOEI_RANDOM_GATE, EPMOEI_RANDOM_UP, gate_up, w->gate_up, &w->gate_up_arrays, f, d, true},
+        {EPMOEI_RANDOM_DOWN, EPMOEI_RANDOM_DOWN, down, w->down, &w->down_arrays, d, f, false},
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
-        fill_quantised(seed, &jobs[i], e, layer->first_expert + (int32_t)e);
+        EPMOEI_CHECK(fill_quantised(writer, seed, &jobs[i], e, layer->first_expert + (int32_t)e));
+    return EPMOE_OK;
 }
 
-static epmoe_status_t fill_common(const epmoe_layer_t *layer, uint64_t seed, epmoe_stream_t stream)
+static epmoe_status_t fill_common(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed,
+                                  epmoe_stream_t stream)
 {
     const epmoe_layer_config_t *config = &layer->config;
     const epmoei_packed_weights_t *w = &layer->weights;
@@ -122,11 +135,11 @@ static epmoe_status_t fill_common(const epmoe_layer_t *layer, uint64_t seed, epm
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
         EPMOEI_CHECK(fill_random(layer, &jobs[i], seed, 0, stream));
-    if (quantised) fill_quantised_shared(layer, seed);
-    return EPMOE_OK;
+    return quantised ? fill_quantised_shared(layer, writer, seed) : EPMOE_OK;
 }
 
-static epmoe_status_t fill_expert(const epmoe_layer_t *layer, uint64_t seed, int64_t e, epmoe_stream_t stream)
+static epmoe_status_t fill_expert(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed, int64_t e,
+                                  epmoe_stream_t stream)
 {
     const epmoe_layer_config_t *config = &layer->config;
     const epmoei_packed_weights_t *w = &layer->weights;
@@ -136,7 +149,7 @@ static epmoe_status_t fill_expert(const epmoe_layer_t *layer, uint64_t seed, int
     bool quantised = epmoei_format_is_quantised(format);
     void *gate_up = quantised ? NULL : epmoei_weight_element(w->gate_up, format, e * 2 * f * d);
     void *down = quantised ? NULL : epmoei_weight_element(w->down, format, e * d * f);
-    if (quantised) fill_quantised_expert(layer, seed, e);
+    if (quantised) EPMOEI_CHECK(fill_quantised_expert(layer, writer, seed, e));
     float *gate_up_bias = w->gate_up_bias ? w->gate_up_bias + e * 2 * f : NULL;
     const random_job_t jobs[] = {
         gate_up_job(layer, gate_up, dtype, EPMOEI_RANDOM_GATE, f, d, false),
@@ -151,11 +164,27 @@ static epmoe_status_t fill_expert(const epmoe_layer_t *layer, uint64_t seed, int
     return EPMOE_OK;
 }
 
-static epmoe_status_t fill_all(const epmoe_layer_t *layer, uint64_t seed, epmoe_stream_t stream)
+static epmoe_status_t fill_all(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed,
+                               epmoe_stream_t stream)
 {
-    EPMOEI_CHECK(fill_common(layer, seed, stream));
-    for (int32_t e = 0; e < layer->local_experts; e++) EPMOEI_CHECK(fill_expert(layer, seed, e, stream));
+    EPMOEI_CHECK(fill_common(layer, writer, seed, stream));
+    for (int32_t e = 0; e < layer->local_experts; e++) EPMOEI_CHECK(fill_expert(layer, writer, seed, e, stream));
     return epmoei_stream_wait(layer->backend, stream);
+}
+
+/* Random ones have the format that was asked for, or none. */
+static epmoe_status_t check_cuda_packs(const epmoe_layer_t *layer, const epmoei_layer_formats_t *formats)
+{
+    const epmoe_layer_config_t *config = &layer->config;
+    const int32_t cols[] = {config->hidden, config->intermediate, config->shared_intermediate};
+    if (layer->backend != EPMOE_BACKEND_CUDA || !epmoei_format_is_quantised(config->weight_format)) return EPMOE_OK;
+    for (size_t i = 0; i < sizeof cols / sizeof cols[0]; i++) {
+        const char *why = cols[i] ? epmoei_quant_cuda_obstacle(&formats->down_pack, cols[i]) : NULL;
+        if (why)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "on CUDA a matrix of %d columns in %s cannot be computed: %s",
+                               cols[i], epmoe_format_string(config->weight_format), why);
+    }
+    return EPMOE_OK;
 }
 
 epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t seed)
@@ -172,9 +201,14 @@ epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t see
                            "expected multiples of %d",
                            config->hidden, config->intermediate, config->shared_intermediate, EPMOEI_MXFP4_GROUP);
     epmoei_layer_formats_t formats = epmoei_layer_config_formats(&layer->config);
+    EPMOEI_CHECK(check_cuda_packs(layer, &formats));
     EPMOEI_CHECK(epmoei_layer_make_weights(layer, &formats));
+    EPMOEI_CHECK(epmoei_layer_fit_workspace(layer));
     if (layer->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_stream_create(&stream));
-    epmoe_status_t status = fill_all(layer, seed, stream);
+    epmoei_quant_writer_t writer;
+    epmoei_quant_writer_open(&writer, layer->backend, stream);
+    epmoe_status_t status = fill_all(layer, &writer, seed, stream);
+    epmoei_quant_writer_close(&writer);
     epmoei_stream_destroy(stream);
     layer->has_weights = status == EPMOE_OK;
     return status;

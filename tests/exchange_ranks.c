@@ -125,9 +125,17 @@ void exchange_fault(const char *kind, epmoe_backend_t backend, epmoe_transport_t
         epmoe_status_t status = epmoe_dispatch(ep, &args, &rows, exchange_stream);
         if (status == EPMOE_OK) {
             int64_t bytes = (int64_t)epmoei_ep_num_rows(ep) * HIDDEN * 2;
-            exchange_must(epmoei_memory_set(backend, rows.y, 0, bytes, exchange_stream));
-            start = epmoei_now_seconds();
+            status = epmoei_memory_set(backend, rows.y, 0, bytes, exchange_stream);
+        }
+        if (status == EPMOE_OK) {
+            if (!epmoei_ep_counts_on_device(ep)) start = epmoei_now_seconds();
             status = epmoe_combine(ep, &combine, exchange_stream);
+        }
+        /* Where calls only enqueue, the device finds out who is missing. */
+        if (status == EPMOE_OK && epmoei_ep_counts_on_device(ep)) {
+            status = epmoei_stream_wait(backend, exchange_stream);
+            epmoe_status_t found = epmoe_comm_get_async_error(comm);
+            if (found != EPMOE_OK) status = found;
         }
         if (status == EPMOE_OK) continue;
         double seconds = epmoei_now_seconds() - start;

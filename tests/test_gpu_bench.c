@@ -178,11 +178,25 @@ Test(gpu_bench, no_tokens)
     testing_process_free(&process);
 }
 
+/* Random experts in each quantised format, against the reference. */
+Test(gpu_bench, quantised_random_weights)
+{
+    need_device();
+    static const char *const dtypes[] = {"fp8", "w4", "mxfp4"};
+    for (int i = 0; i < 3; i++) {
+        testing_process_t process =
+            run_bench("--model olmoe-1b-7b --tokens 1,40 --iters 3 --format json --dtype %s", dtypes[i]);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", dtypes[i], process.exit_code, process.errors);
+        assert_right(&process, 2, true);
+        testing_process_free(&process);
+    }
+}
+
 Test(gpu_bench, single_ops)
 {
     need_device();
-    static const char *const ops[] = {"topk",         "align",        "permute", "unpermute",
-                                      "grouped_gemm", "silu_and_mul", "sum",     "router"};
+    static const char *const ops[] = {"topk",         "align", "permute", "unpermute",    "grouped_gemm",
+                                      "silu_and_mul", "sum",   "router",  "quantize_fp8", "dequant"};
     static const char *const options[] = {"--model olmoe-1b-7b --graph 0", "--model deepseek-v3", "--dtype fp16"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++)
         for (size_t j = 0; j < sizeof options / sizeof options[0]; j++) {
@@ -266,6 +280,36 @@ Test(gpu_bench, several_ranks)
     cr_assert_eq(process.exit_code, 3, "exit %d: %s", process.exit_code, process.errors);
     cr_assert(strstr(process.errors, "--graph 1: the mpi transport cannot be captured"), "%s", process.errors);
     cr_assert_str_empty(process.output);
+    testing_process_free(&process);
+}
+
+/* Replays of a graph over p2p, with ranks on one device or on several, and the exchange alone. */
+Test(gpu_bench, several_ranks_over_p2p)
+{
+    need_device();
+    static const char *const k_tokens[] = {"--tokens 1,12", "--tokens 600", "--tokens-per-rank 0,7",
+                                           "--tokens 3 --graph 0"};
+    for (size_t i = 0; i < sizeof k_tokens / sizeof k_tokens[0]; i++) {
+        testing_process_t process = testing_run(
+            kLimit, "%s %s --transport p2p --checkpoint %s/golden/deepseek_v3 %s --iters 3 --warmup 1 --format json",
+            testing_mpirun(2), BENCH, EPMOE_TEST_DATA, k_tokens[i]);
+        assert_right(&process, i == 0 ? 2 : 1, i < 3);
+        testing_process_free(&process);
+    }
+    testing_process_t process = testing_run(kLimit,
+                                            "%s %s --transport p2p --op exchange --model olmoe-1b-7b --tokens 1,600 "
+                                            "--iters 2 --warmup 1 --format json",
+                                            testing_mpirun(2), BENCH);
+    cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
+    int32_t lines = 0;
+    for (const char *at = process.output; (at = strchr(at, '\n')); at++) lines++;
+    for (int32_t i = 0; i < lines; i++) {
+        json_t *object = json_line(&process, i);
+        cr_expect_eq(number(object, "wrong"), 0);
+        cr_expect_gt(number(object, "dispatch_us"), 0);
+        json_decref(object);
+    }
+    cr_expect_geq(lines, 4, "p2p and mpi, two sizes: %s", process.output);
     testing_process_free(&process);
 }
 

@@ -285,7 +285,8 @@ Test(gpu_weights, refused_weights_leave_the_old_ones)
     REFUSED(model.weights, w.router_dtype = EPMOE_F32, EPMOE_ERROR_NOT_SUPPORTED, "router is f32");
     REFUSED(model.weights, w.router_dtype = EPMOE_F16, EPMOE_ERROR_NOT_SUPPORTED, "router is f16");
     REFUSED(model.weights, w.down.data = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "down is missing");
-    REFUSED(model.weights, w.gate_up.format = EPMOE_FORMAT_MXFP4, EPMOE_ERROR_NOT_SUPPORTED, "gate_up.format");
+    REFUSED(model.weights, w.gate_up.format = EPMOE_FORMAT_FP8_BLOCK, EPMOE_ERROR_INVALID_ARGUMENT,
+            "weights.gate_up.scales is NULL");
 #undef REFUSED
     gpu_buffer_free(shifted), free_on_device(&device);
     epmoe_layer_destroy(layer);

@@ -361,9 +361,9 @@ Test(grouped_gemm, tile_choice)
 {
     static const struct {
         int32_t experts, rows, sm80, sm90;
-    } cases[] = {{128, 8, 16, 64},     {8, 128, 16, 64},    {8, 136, 32, 64},       {128, 4096, 32, 64},
+    } cases[] = {{128, 8, 16, 32},     {8, 128, 16, 32},    {8, 136, 32, 32},       {128, 4096, 32, 64},
                  {128, 4608, 64, 64},  {128, 8192, 64, 96}, {256, 32768, 128, 192}, {128, 32768, 128, 256},
-                 {8, 16384, 128, 256}, {1, 1, 16, 64},      {4096, 4096, 16, 64}};
+                 {8, 16384, 128, 256}, {1, 1, 16, 32},      {4096, 4096, 16, 32}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         cr_expect_eq(epmoei_grouped_gemm_tile_sm80(cases[i].experts, cases[i].rows), cases[i].sm80, "case %zu", i);
         cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
@@ -371,10 +371,17 @@ Test(grouped_gemm, tile_choice)
     }
     for (int64_t rows = 1, last = 0; rows < INT32_MAX; rows += rows / 3 + 1) {
         int32_t width = epmoei_grouped_gemm_width_sm90(60, rows);
-        cr_expect(width >= 64 && width <= 256 && width % 32 == 0 && width >= last, "%lld rows: %d", (long long)rows,
+        cr_expect(width >= 32 && width <= 256 && width % 32 == 0 && width >= last, "%lld rows: %d", (long long)rows,
                   width);
         last = width;
     }
+    static const struct {
+        int32_t experts, rows, width;
+    } w4[] = {{128, 8, 16},    {8, 128, 32},      {128, 2048, 32},   {128, 4096, 48}, {128, 8192, 96},
+              {60, 6000, 144}, {256, 32768, 176}, {128, 32768, 256}, {1, 1, 16}};
+    for (size_t i = 0; i < sizeof w4 / sizeof w4[0]; i++)
+        cr_expect_eq(epmoei_grouped_gemm_width_w4_sm90(w4[i].experts, w4[i].rows), w4[i].width, "w4 case %zu: %d", i,
+                     epmoei_grouped_gemm_width_w4_sm90(w4[i].experts, w4[i].rows));
 }
 
 Test(grouped_gemm, every_fp16_pattern_is_widened_exactly)

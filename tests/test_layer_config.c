@@ -67,6 +67,7 @@ Test(layer_config, what_is_refused)
     REFUSED(c.dtype = EPMOE_F8_E4M3, EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is 4");
     REFUSED(c.weight_format = (epmoe_format_t)10, EPMOE_ERROR_INVALID_ARGUMENT, "weight_format is 10");
     REFUSED(c.weight_group = -2, EPMOE_ERROR_INVALID_ARGUMENT, "weight_group is -2");
+    REFUSED(c.fp8_activations = 2, EPMOE_ERROR_INVALID_ARGUMENT, "fp8_activations is 2");
     REFUSED(c.max_tokens = -1, EPMOE_ERROR_INVALID_ARGUMENT, "config.max_tokens is -1");
     REFUSED(c.max_tokens = INT32_MAX, EPMOE_ERROR_INVALID_ARGUMENT, "config.max_tokens is 2147483647");
     REFUSED(c.capacity = -1, EPMOE_ERROR_INVALID_ARGUMENT, "config.capacity is -1");

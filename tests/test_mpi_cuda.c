@@ -1,5 +1,5 @@
 /* Communication of device buffers: mpi_cuda_exchange and mpi_cuda_contract under mpirun, over host memory with ranks
- * that share devices, and over NCCL where every rank has one. */
+ * that share devices, over NCCL where every rank has one, and through peer memory (mpi_cuda_p2p) in either case. */
 #include "base/device.h"
 #include "tests/testing.h"
 
@@ -69,6 +69,54 @@ Test(mpi_cuda, nccl_gives_the_bits_of_host_memory, .timeout = 300)
 {
     need_nccl();
     expect_ok(2, 150, "", with_seed("exchange cases", "mpi nccl"));
+}
+
+/* Ranks that share a device take turns on it, some milliseconds each. */
+Test(mpi_cuda, peer_memory_gives_the_bits_of_the_cpu, .timeout = 900)
+{
+    need_devices(1);
+    static const int32_t ranks[] = {2, 3, 4, 8};
+    expect_ok(1, 150, "", with_seed("exchange cases", "p2p"));
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
+        expect_ok(ranks[i], 200, "", with_seed("exchange cases", "p2p"));
+}
+
+Test(mpi_cuda, peer_memory_gives_the_bits_of_nccl, .timeout = 300)
+{
+    need_nccl();
+    expect_ok(2, 150, "", with_seed("exchange cases", "p2p mpi nccl"));
+}
+
+Test(mpi_cuda, many_rounds_over_peer_memory, .timeout = 900)
+{
+    need_devices(1);
+    expect_ok(2, 300, "", with_seed("p2p rounds", "1000"));
+    expect_ok(8, 300, "", with_seed("p2p rounds", "200"));
+}
+
+Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)
+{
+    need_devices(1);
+    static const int32_t ranks[] = {2, 4, 8};
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
+        expect_ok(ranks[i], 200, "", with_seed("p2p graph", "40"));
+}
+
+Test(mpi_cuda, contract_over_peer_memory, .timeout = 900)
+{
+    need_devices(1);
+    static const int32_t ranks[] = {2, 3, 8};
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++) {
+        expect_ok(ranks[i], 150, "", "p2p calls");
+        expect_ok(ranks[i], 150, "", "p2p errors");
+    }
+}
+
+Test(mpi_cuda, large_messages_over_peer_memory, .timeout = 600)
+{
+    need_devices(1);
+    expect_ok(2, 150, "", "exchange large p2p 67108864 4");
+    expect_ok(8, 150, "", "exchange large p2p 4194304 4");
 }
 
 Test(mpi_cuda, borrowed_communicator, .timeout = 300)
@@ -157,6 +205,9 @@ static void expect_fault(int32_t ranks, const char *options, const char *kind, c
         const char *peers = line ? strstr(line, "no answer from rank") : NULL;
         /* NCCL may notice a dead peer before the time is over. */
         bool noticed = !strcmp(transport, "nccl") && !strcmp(kind, "kill") && strstr(run.output, broken);
+        /* The memory of a dead peer may be gone with it. */
+        snprintf(broken, sizeof broken, "rank %d: a CUDA call failed after", r);
+        noticed |= !strcmp(transport, "p2p") && !strcmp(kind, "kill") && strstr(run.output, broken);
         cr_expect(noticed || (peers && end && peers < end), "%s %s, rank %d:\n%s%s", kind, options, r, run.output,
                   run.errors);
         line = strstr(run.output, then);
@@ -199,4 +250,19 @@ Test(mpi_cuda, rank_dies_over_nccl, .timeout = 300)
     need_nccl();
     expect_fault(2, "", "kill", "nccl", false);
     expect_fault(2, "--enable-recovery", "kill", "nccl", true);
+}
+
+Test(mpi_cuda, rank_stops_over_peer_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_fault(2, "", "stop", "p2p", true);
+    expect_fault(4, "", "stop", "p2p", true);
+    expect_fault(4, "", "absent", "p2p", true);
+}
+
+Test(mpi_cuda, rank_dies_over_peer_memory, .timeout = 300)
+{
+    need_devices(1);
+    expect_fault(4, "", "kill", "p2p", false);
+    expect_fault(4, "--enable-recovery", "kill", "p2p", true);
 }

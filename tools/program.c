@@ -117,6 +117,16 @@ int program_start(program_t *program, const char *name, int *argc, char ***argv)
     return PROGRAM_OK;
 }
 
+epmoe_status_t program_connect_another(const program_t *program, const epmoe_comm_config_t *config, epmoe_comm_t **comm)
+{
+#if EPMOE_HAVE_MPI
+    if (program->mpi_started) return epmoe_comm_create_mpi(MPI_COMM_WORLD, config, comm);
+#else
+    (void)program;
+#endif
+    return epmoe_comm_create(NULL, config, comm);
+}
+
 epmoe_status_t program_connect(program_t *program, const epmoe_comm_config_t *config)
 {
     epmoe_status_t status;
@@ -125,11 +135,8 @@ epmoe_status_t program_connect(program_t *program, const epmoe_comm_config_t *co
     /* Asked for by name, MPI runs for one rank too. */
     if (!program->mpi_started && config && config->transport == EPMOE_TRANSPORT_MPI && !start_mpi(program, NULL, NULL))
         return epmoei_fail(EPMOE_ERROR_TRANSPORT, "MPI cannot be started");
-    if (program->mpi_started)
-        status = epmoe_comm_create_mpi(MPI_COMM_WORLD, config, &program->comm);
-    else
 #endif
-        status = epmoe_comm_create(NULL, config, &program->comm);
+    status = program_connect_another(program, config, &program->comm);
     program->broken = status == EPMOE_ERROR_TIMEOUT || status == EPMOE_ERROR_TRANSPORT ||
                       status == EPMOE_ERROR_INTERNAL || status == EPMOE_ERROR_OUT_OF_MEMORY;
     return status;

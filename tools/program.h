@@ -36,6 +36,10 @@ int program_start(program_t *program, const char *name, int *argc, char ***argv)
 /* Makes program->comm over all ranks. Collective, bounded by config->timeout_s (0 = 30). Reports nothing. */
 epmoe_status_t program_connect(program_t *program, const epmoe_comm_config_t *config);
 
+/* One more over all ranks, as program_connect makes it; the caller destroys it. */
+epmoe_status_t program_connect_another(const program_t *program, const epmoe_comm_config_t *config,
+                                       epmoe_comm_t **comm);
+
 /* The exit code of a status: 2 for bad arguments and files, 3 for NOT_SUPPORTED, 1 for everything else. */
 int program_exit_code(epmoe_status_t status);
 

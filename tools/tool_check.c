@@ -15,12 +15,18 @@ static const tool_option_t options[] = {
     {"layer", "N", "this layer only"},
     {"backend", TOOL_BACKENDS, "default auto"},
     {"dtype", "fp32,fp16,bf16", "of activations (default fp32 on the CPU, bf16 on a GPU)"},
-    {"tol", "X", "largest rel_err (default 1e-5 in fp32, 2e-3 in fp16, 1e-2 in bf16; decoder layers 3e-6, 3e-3, 2e-2)"},
+    {"act", "none,fp8", "of experts in FP8: whether activations are quantised too (default none)"},
+    {"tol", "X",
+     "largest rel_err (default 1e-5 in fp32, 2e-3 in fp16, 1e-2 in bf16; decoder layers 3e-6, 3e-3, 2e-2; --act fp8 "
+     "8e-2)"},
     {"timeout", "S", "longest wait for another rank in seconds (default 30)"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
 };
 static const char usage[] = "check DIR [--golden FILE] [--dtype D] [--tol X] ...";
+
+/* The recorded outputs are of activations that were not quantised. */
+static const double fp8_tolerance = 8e-2;
 
 /* As in --dtype. A decoder layer rounds to 16 bits at more places than its MoE block; in fp32 what adds up is the
  * chain. */
@@ -50,6 +56,7 @@ static int take(void *ctx, const char *option, const char *value)
         return tool_take_choice(program, option, TOOL_BACKENDS, value, &check->wanted_backend);
     if (!strcmp(option, "dtype"))
         return tool_take_choice(program, option, "fp32,fp16,bf16", value, &check->dtype_index);
+    if (!strcmp(option, "act")) return tool_take_choice(program, option, "none,fp8", value, &check->fp8_activations);
     if (!strcmp(option, "timeout")) return tool_take_positive(program, option, value, &check->timeout_s);
     if (!strcmp(option, "format")) return tool_take_choice(program, option, TOOL_FORMATS, value, &check->format);
     return tool_take_positive(program, option, value, &check->tolerance);
@@ -176,6 +183,7 @@ static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
     check_share_t share = {0};
     epmoe_layer_t *layer = NULL;
     epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share));
+    config.fp8_activations = check->fp8_activations ? 1 : -1;
     if (status == EPMOE_OK) status = epmoe_layer_create(&config, comm, &layer);
     if (status == EPMOE_OK) status = run_layer(check, layer, golden, &config, &share);
     if (status == EPMOE_OK) judge(check, golden->layer, &config, &values, &share);
@@ -240,6 +248,7 @@ int tool_check(program_t *program, int argc, char **argv)
     if (!(check.tolerance > 0)) {
         check.tolerance = dtypes[check.dtype_index].tolerance;
         check.decoder_tolerance = dtypes[check.dtype_index].decoder_tolerance;
+        if (check.fp8_activations) check.tolerance = check.decoder_tolerance = fp8_tolerance;
     }
 
     status = check_all(&check);

@@ -124,6 +124,7 @@ typedef struct check_t {
     double decoder_tolerance; /* of a decoder layer or the head from its recorded input */
     double timeout_s;
     int32_t format;
+    int32_t fp8_activations; /* 0 or 1 */
 
     epmoe_checkpoint_t *checkpoint;
     golden_t golden;

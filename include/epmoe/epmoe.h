@@ -354,7 +354,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
  * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
  * out of range or, of W4, that is no permutation.
- * NOT_SUPPORTED on CUDA for quantised formats, K not a multiple of 8, fp32 x or weights, and two different types.
+ * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, two different types, and fp8_activations.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
@@ -746,12 +746,11 @@ EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args,
  * Errors: INVALID_ARGUMENT for sizes out of range, H not divisible by Hk, D not divisible by x, Dv above D or 0
  * without value_cache, a scale that is not finite; on the CPU also for query_start that does not begin at 0, decreases
  * or passes T, more queries than a sequence of length above 0 has tokens, a length outside [0, M * S], a block that is
- * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros and
- * is reported as a bad id; the other data must be right.
- * On CUDA the order of sums follows from the sizes in this struct and the lengths: the bits of a row do not depend on
- * the data of other rows, but a call of other sizes may cut the contexts otherwise.
- * Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c = bytes per cached
- * element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
+ * read outside [0,N), k_scale or v_scale not finite and above 0. On CUDA a block outside [0,N) counts as one of zeros
+ * and is reported as a bad id; the other data must be right. On CUDA the order of sums follows from the sizes in this
+ * struct and the lengths: the bits of a row do not depend on the data of other rows, but a call of other sizes may cut
+ * the contexts otherwise. Floor: bytes = T*H*(D+Dv)*b + seen*Hk*(D+Dv)*c, seen = cached tokens that some query sees, c
+ * = bytes per cached element (MLA: D in place of D+Dv there); flops = 2*(D+Dv)*H*(visible pairs of query and key). */
 typedef struct epmoe_attention_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -872,7 +871,8 @@ typedef enum epmoe_transport_t {
     EPMOE_TRANSPORT_MPI = 2,  /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's); CUDA:
                                  by way of page-locked memory, also where ranks share a device */
     EPMOE_TRANSPORT_NCCL = 3, /* CUDA, a device for every rank */
-    EPMOE_TRANSPORT_P2P = 4,  /* stores into peer memory over NVLink; not in this version */
+    EPMOE_TRANSPORT_P2P = 4,  /* CUDA: kernels plan, and reach into the memory of the other ranks' devices (NVLink), all
+                                 on one host, at most 32 ranks; ranks may share a device, if they are processes */
 } epmoe_transport_t;
 EPMOE_API const char *epmoe_transport_string(epmoe_transport_t transport);
 
@@ -886,7 +886,7 @@ typedef struct epmoe_segment_t {
 
 /* What the library asks of the process launcher, as callbacks. epmoe_comm_create_mpi (epmoe_mpi.h) fills one with MPI.
  * All callbacks return 0 for success and run on the thread that called the library. With one rank all may be NULL, with
- * more all_gather is needed, and both halves of the exchange: headers and ids take that way over every transport.
+ * more all_gather is needed, and both halves of the exchange: headers and ids take that way over MPI and NCCL.
  *   all_gather       recv[i*bytes .. ) = rank i's send; every rank calls it with the same bytes. Waits at most
  *                    timeout_s: 0 done, 1 timed out, 2 failed; then *failed_peer (-1 before the call) may name a rank,
  *                    and epmoe_set_last_error may say more. After a failure send and recv are touched no more.
@@ -946,14 +946,14 @@ typedef struct epmoe_comm_config_t {
  * called.
  * CUDA: makes the device current in the calling thread, where it must be so in every call on the communicator and its
  * objects (BAD_STATE otherwise). AUTO takes NCCL when this build has it and every rank has a device of its own, MPI
- * otherwise; see epmoe_comm_ranks_per_device.
+ * otherwise; see epmoe_comm_ranks_per_device. P2P is taken by name.
  * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs or backends differ; NOT_SUPPORTED for a
  * transport that some rank cannot use, such as NCCL where ranks share a device: before any NCCL communicator is made;
  * TIMEOUT. */
 EPMOE_API epmoe_status_t epmoe_comm_create(const epmoe_bootstrap_t *bootstrap, const epmoe_comm_config_t *config,
                                            epmoe_comm_t **comm);
-/* Local; waits for no peer (NCCL's own destroy may, at most timeout_s). NULL is legal, so is a communicator that has
- * failed. Objects made on the communicator must be destroyed before it. */
+/* Local; waits for no peer (NCCL's own destroy may, and P2P's until all ranks destroy theirs, at most timeout_s). NULL
+ * is legal, so is a communicator that has failed. Objects made on the communicator must be destroyed before it. */
 EPMOE_API void epmoe_comm_destroy(epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
@@ -963,7 +963,9 @@ EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm);
 /* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
  * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
- * PEER with a peer's bad argument) leave it healthy. Local, never blocks. */
+ * PEER with a peer's bad argument) leave it healthy. Over P2P, where calls only enqueue, the device finds all of
+ * these, and each makes it unusable: the host hears of it from the next call, or from this one. Local, never
+ * blocks. */
 EPMOE_API epmoe_status_t epmoe_comm_get_async_error(const epmoe_comm_t *comm);
 /* recv[i*bytes ..) = send of rank i. Host memory, collective, waits at most timeout_s. For small control data. */
 EPMOE_API epmoe_status_t epmoe_comm_all_gather(epmoe_comm_t *comm, const void *send, void *recv, int64_t bytes);
@@ -985,6 +987,7 @@ typedef struct epmoe_ep_config_t {
     epmoe_dtype_t wire_dtype; /* 0 = dtype; F8_E4M3 is not supported yet */
     int64_t
         capacity; /* most rows this rank accepts per dispatch; 0 = the sum of max_tokens of all ranks, the worst case */
+    int32_t comm_sms; /* transport P2P: most multiprocessors that dispatch and combine take, on this rank; 0 = all */
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
@@ -993,7 +996,9 @@ typedef struct epmoe_ep_config_t {
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
 /* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
- * memory is at most that; transport MPI takes up to as much again of page-locked memory. */
+ * memory is at most that, over P2P in whole pages of 2 MiB, which the device gets back when all ranks have destroyed
+ * the object, with the next epmoe_ep_create or the communicator's end; transport MPI takes up to as much again of
+ * page-locked memory. */
 EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
                                               int64_t *bytes);
 
@@ -1005,6 +1010,11 @@ typedef struct epmoe_dispatch_args_t {
     const void *x;         /* [T,d] */
     const int32_t *ids;    /* [T,k] global expert ids, -1 = unused */
     const float *weights;  /* [T,k]; the weight of an unused slot is not read */
+    const int32_t *num_tokens_dev; /* optional, transport P2P only: the actual T, at most num_tokens, in device memory;
+                                      with reuse_routing not read */
+    int32_t max_rank_tokens; /* a promise, the same on all ranks: none has more tokens in this dispatch; 0 = none has
+                                more than its max_tokens. Over P2P, where the host knows no counts, what follows is
+                                made for size times as many rows */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
@@ -1033,7 +1043,13 @@ typedef struct epmoe_dispatch_result_t {
  * CUDA, one rank: only enqueues. CUDA, transports MPI and NCCL: the plan is made on the host, which waits for `stream`
  * to come to ids and weights, and blocks until no peer is needed any more: all waits are bounded by timeout_s, work
  * that the stream had before included. Not capturable: on a stream that is being captured NOT_SUPPORTED, as an error of
- * this rank that reaches all, and the capture is left as it was. */
+ * this rank that reaches all, and the capture is left as it was.
+ * CUDA, transport P2P: only enqueues, and can be captured. Waits are the stream's, and end within timeout_s. Ids that
+ * do not exist count as -1 and are reported as those of ops are. What concerns all ranks (bad arguments of one, too
+ * many rows, reused routing on one alone, a timeout) is found by the device: the dispatch brings no rows, its combine
+ * writes nothing, and the communicator has failed on every rank; see epmoe_comm_get_async_error. The rank with the bad
+ * arguments has its error at once. Objects of a communicator may be used on different streams, each on one. A call on
+ * the wrong device, and one with bad arguments during a capture, has not taken place. */
 EPMOE_API epmoe_status_t epmoe_dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args,
                                         epmoe_dispatch_result_t *result, epmoe_stream_t stream);
 
@@ -1049,7 +1065,7 @@ typedef struct epmoe_combine_args_t {
  * + shared + residual), fp32. Collective; pairs with exactly one dispatch (BAD_STATE otherwise). A bad argument on one
  * rank is an error there alone: its rows still go home to the others.
  * CUDA: waits as dispatch does, then enqueues the sum. NOT_SUPPORTED in a capture (BAD_STATE for a wrong current
- * device) means that the call has not taken place: peers wait until it does. Partial rows travel as
+ * device) means that the call has not taken place: peers wait until it does. P2P only enqueues. Partial rows travel as
  * epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
 EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
 EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
@@ -1091,6 +1107,8 @@ typedef struct epmoe_layer_config_t {
     int32_t max_tokens;           /* this rank's bound of T per forward; 0 = 4096 */
     int64_t capacity;             /* see epmoe_ep_config_t */
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
+    int32_t fp8_activations;      /* of FP8_BLOCK weights: 1 = x and h are first quantised, 128 columns per scale, as in
+                                     epmoe_experts_args_t: on the CPU; 0 and -1 = they are not */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -1214,13 +1232,13 @@ EPMOE_API const char *epmoe_stage_string(epmoe_stage_t stage);
 
 typedef struct epmoe_forward_args_t {
     size_t struct_size;
-    int32_t num_tokens; /* T <= max_tokens; ranks may differ */
-    int32_t reserved;
+    int32_t num_tokens;            /* T <= max_tokens; ranks may differ */
+    int32_t max_rank_tokens;       /* see epmoe_dispatch_args_t; 0 = no promise */
     const void *x;                 /* [T,d] of dtype */
     void *y;                       /* out [T,d] of dtype; may alias x or residual */
     const void *residual;          /* [T,d] of dtype or NULL: added to y before rounding */
     const int32_t *num_tokens_dev; /* optional: the actual T, at most num_tokens (host memory on the CPU); NOT_SUPPORTED
-                                      on CUDA with several ranks */
+                                      on CUDA with several ranks over MPI and NCCL */
     const float *logits;           /* optional [T,E] f32: replaces the router's logits after they were computed */
     float *logits_out;             /* optional [T,E] f32: the router's own logits */
     int32_t *ids_out;              /* optional [T,k] */
@@ -1235,8 +1253,8 @@ typedef struct epmoe_forward_args_t {
 /* One pass: logits = x router^T (fp32, never rounded) -> top-k -> dispatch -> experts -> combine + shared expert +
  * residual. Collective over the communicator's ranks, but for a dense MLP, which communicates nothing.
  * CPU backend: the work is done, and peers have been waited for (at most timeout_s), when it returns.
- * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable. Outputs are written
- * only on success. BAD_STATE before weights were set. */
+ * Errors of one rank (bad arguments) reach all ranks as ERROR_PEER and leave the layer usable (but over P2P as
+ * epmoe_dispatch says). Outputs are written only on success. BAD_STATE before weights were set. */
 EPMOE_API epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args,
                                                   epmoe_stream_t stream);
 /* The same with x, y and T alone. */

@@ -1,0 +1,516 @@
+/* Grouped GEMM on 4-bit weights (W4 and MXFP4) on wgmma for Hopper, x in bf16.
+ *
+ * Weights take wgmma's 64-row side and come to it from registers: a thread loads the codes of its fragments, 16 bytes
+ * for 64 columns, and makes bf16 of them while the tensor cores run on what it made before. Tokens lie in shared memory
+ * on the column side, in multiples of 8.
+ * Roles by warp, as in grouped_gemm_sm90.cu:
+ *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
+ *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
+ *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *   consumers      two warpgroups of 64 or 128 weight rows each
+ *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
+ * Three cuts of it. With few tokens an expert the weights must stream: two blocks an SM, 256 weight rows each, so that
+ * x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched half as often. In the middle 256
+ * rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks
+ * of a cluster fetch half of them each for both.
+ * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
+#include "kernels/grouped_gemm_quant.h"
+#include "kernels/grouped_gemm_tile.h"
+#include "kernels/grouped_gemm_w4_codes_sm90.cuh"
+#include "kernels/launch_cuda.cuh"
+#include "kernels/ptx_wgmma_registers.cuh"
+
+namespace
+{
+
+/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. The lower half for
+ * an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */
+__device__ __forceinline__ uint32_t descriptor_start(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
+{
+    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
+}
+
+/* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
+ */
+template <typename Cut>
+__device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
+                                        const x_maps_t *x_maps)
+{
+    static_assert(2 * Cut::kTiles <= 4 && 16 + Cut::kDepth * kXMaps <= 32, "lanes enough");
+    const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
+    const int box = (lane - 16) % kXMaps, depth = (lane - 16) / kXMaps;
+    const bool copies_x = lane >= 16 && depth < Cut::kDepth;
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
+    const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
+    const int32_t slot = unit * Cut::kDepth * (kind == 0 || w.group_blocks ? 1 : 2);
+    const int32_t target = (kind == 0   ? b.line.layout.codes
+                            : kind == 1 ? b.line.layout.scales
+                                        : b.line.layout.zeros) +
+                           w_place * slot;
+    const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
+    ring_t ring = {0, 0};
+    walk_t<Cut> at;
+    at.index = b.first_tile;
+    for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
+        const uint32_t to = b.base + ring.stage * b.line.layout.stage_bytes, done = full + 8 * ring.stage;
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (lane == 0)
+            ptx_mbarrier_arrive_expect(done, at.w_tiles * (at.blocks * EPMOEI_TILE_BYTES + at.groups * group_bytes) +
+                                                 Cut::kDepth * at.tile.width * kBlockK * 2);
+        __syncwarp();
+        if (kind < 3) {
+            const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
+            const int64_t tile = at.w_tile + w_place;
+            const int64_t from = kind == 0 ? tile * w.blocks + at.block : tile * w.groups + at.group;
+            if (w_place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
+        } else if (copies_x && at.part & 8 << box) {
+            const int32_t token = at.first + (at.part & ~((16 << box) - 1)); /* behind the wider boxes */
+            const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + token;
+            const uint32_t x_to = to + (depth * b.line.max_n + token) * kBlockK * 2;
+            if (Cut::kCluster == 1)
+                ptx_tma_load_2d(x_to, &x_maps->map[box], done, col, row);
+            else
+                ptx_tma_load_2d_multicast(x_to, &x_maps->map[box], done, col, row, 3);
+        }
+        __syncwarp();
+    }
+}
+
+/* One warp. */
+template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t full = ptx_shared_address(b.barriers->notes_full),
+                   empty = ptx_shared_address(b.barriers->notes_empty);
+    ring_t ring = {0, 0};
+    for (int64_t index = b.first_tile;; index += b.tile_step) {
+        tile_t tile = {};
+        if (index < b.tiles) {
+            tile = find_tile<Cut>(p, b, index);
+            if (tile.rows == 0) continue;
+        }
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        for (int i = lane; i < tile.width; i += 32) {
+            int32_t row = tile.row + i, slot = -1;
+            if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
+            if (slot >= p.num_slots) slot = -1;
+            b.rows_of(ring.stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
+            const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+            b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
+        }
+        if (lane == 0) b.notes_of(ring.stage)->tile = tile;
+        ptx_mbarrier_arrive(full + 8 * ring.stage);
+        if (tile.width == 0) return;
+        ring.advance(2);
+    }
+}
+
+/* A consumer's place in the ring of stages. */
+struct place_t {
+    uint32_t base;   /* address of the stage */
+    uint32_t full;   /* and of its barrier */
+    uint32_t parity; /* of the phase to wait for */
+
+    __device__ __forceinline__ void begin(const block_t &b)
+    {
+        base = b.base;
+        full = ptx_shared_address(b.barriers->full);
+        parity = 0;
+    }
+    __device__ __forceinline__ void advance(const block_t &b, bool really)
+    {
+        const uint32_t next = base + b.line.layout.stage_bytes;
+        const bool wraps = next == b.base + b.line.layout.staging;
+        const uint32_t first_full = ptx_shared_address(b.barriers->full);
+        if (really) {
+            base = wraps ? b.base : next;
+            full = wraps ? first_full : full + 8;
+            parity ^= wraps;
+        }
+    }
+};
+
+/* From the barrier of a full stage to where this thread says that its warp has read it: lane i to block i of the
+ * cluster, whose copies will overwrite it. */
+template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const block_t &b)
+{
+    const uint32_t own = ptx_shared_address(b.barriers->empty), full = ptx_shared_address(b.barriers->full);
+    return (Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster)) - full;
+}
+
+/* acc += w x^T over all of K, for tiles of kN tokens. 16 columns are dequantised while the tensor cores multiply those
+ * before: each has registers of its own until the product after it has begun and it is known to have ended. Nothing is
+ * under way from one stage to the next: the registers that it reads would be live in every other width's code too. */
+template <kind_t kKind, typename Cut, int kN>
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, place_t &place,
+                                         float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
+{
+    constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
+    const uint32_t empty = empty_offset<Cut>(b);
+    uint32_t a[2][kTiles][4];
+    codes_t<kKind, Cut> from;
+    from.begin(w, b, ptx_thread_index());
+    wait_barrier(place.full, place.parity);
+    from.load_words(place.base, 0);
+    if (kKind == W4_LONG) {
+        from.load_groups(w, place.base, 0);
+        from.left = w.group_blocks - 1;
+    }
+    from.make(a[0], w, place.base, 0);
+    for (int block = Cut::kDepth;; block += Cut::kDepth) {
+        const uint32_t done = place.full + empty;
+        const bool more = block < w.blocks;
+        const uint32_t x = descriptor_start(place.base), x_block = b.line.max_n * kBlockK * 2 / 16;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+            uint32_t(&next)[kTiles][4] = a[(s + 1) % 2];
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) ptx_define(a[s % 2][t]);
+            ptx_wgmma_fence();
+#pragma unroll
+            for (int t = 0; t < kTiles; t++)
+                ptx_wgmma_registers<kN>::run(acc[t], a[s % 2][t], wgmma_descriptor(x + s / 4 * x_block + s % 4 * 2));
+            ptx_wgmma_commit();
+            if (s > 0) ptx_wgmma_wait<1>();
+            if (s == kSteps - 1) {
+                /* Behind the last stage once more what is there already: a branch would cost more. */
+                place.advance(b, more);
+                if (kKind != W4_LONG && more) from.left -= 2 * Cut::kDepth;
+                wait_barrier(place.full, place.parity);
+            }
+            if (s % 4 == 3) {
+                const int depth = (s + 1) / 4 % Cut::kDepth;
+                from.load_words(place.base, depth);
+                if (kKind == W4_LONG)
+                    from.take_group(w, place.base, depth, depth == 0 ? more : block - Cut::kDepth + depth < w.blocks);
+            }
+            from.make(next, w, place.base, (s + 1) % kSteps);
+        }
+        ptx_wgmma_wait<0>();
+        ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
+        if (!more) break;
+    }
+    place.advance(b, true);
+}
+
+__device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
+{
+    e.group = warpgroup;
+    e.staging = b.shared + b.line.layout.staging + warpgroup * kStagingBytes;
+    e.barriers = &b.barriers->staging[warpgroup];
+}
+
+__device__ __forceinline__ void read_notes(const block_t &b, int32_t stage, const tile_t &tile, epilogue_t &e)
+{
+    e.rows = b.rows_of(stage);
+    e.scales = b.scales_of(stage);
+    e.num_rows = tile.rows;
+    e.expert = tile.expert;
+}
+
+/* On tile t of the warpgroup's 64 weight rows; false when they are behind the last and the products of whatever the
+ * stages held. */
+template <typename Cut>
+__device__ __forceinline__ bool take_w_tile(const gemm_params_t &p, const weights_t &w, const block_t &b,
+                                            const tile_t &tile, int t, epilogue_t &e)
+{
+    const int32_t w_tile = b.first_w_tile<Cut>(tile) + e.group * Cut::kTiles + t;
+    e.col = w_tile * (p.gated ? EPMOEI_TILE_ROWS / 2 : EPMOEI_TILE_ROWS);
+    return w_tile < w.tiles;
+}
+
+/* One warp for a warpgroup of consumers. */
+template <typename Cut>
+__device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w, const block_t &b, int32_t warpgroup)
+{
+    epilogue_t e;
+    take_staging(b, warpgroup, e);
+    ring_t notes = {0, 0}, parts = {0, 0};
+    for (;; notes.advance(2)) {
+        wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        if (tile.width == 0) return;
+        read_notes(b, notes.stage, tile, e);
+#pragma unroll 1
+        for (int t = 0; t < Cut::kTiles; t++) {
+            if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
+            if (p.gated)
+                store_parts<4, 4>(p, e, parts);
+            else
+                store_parts<8, 4>(p, e, parts);
+        }
+        ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
+    }
+}
+
+template <kind_t kKind, typename Cut>
+__device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t &w, const block_t &b)
+{
+    const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
+    const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
+    ring_t notes = {0, 0}, parts = {0, 0};
+    place_t place;
+    place.begin(b);
+    for (;; notes.advance(2)) {
+        wait_barrier(notes_full + 8 * notes.stage, notes.parity);
+        const int32_t width = b.notes_of(notes.stage)->tile.width;
+        if (width == 0) return;
+
+        /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
+         * other width's code too. */
+        float acc[Cut::kTiles][Cut::kMaxN / 2];
+#pragma unroll
+        for (int t = 0; t < Cut::kTiles; t++)
+#pragma unroll
+            for (int i = 0; i < Cut::kMaxN / 2; i++) acc[t][i] = 0.0f;
+        switch (width) {
+#define WIDTH(n)                                                                                                       \
+    case n:                                                                                                            \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, place, acc);               \
+        break
+            WIDTH(8);
+            WIDTH(16);
+            WIDTH(24);
+            WIDTH(32);
+            WIDTH(48);
+            WIDTH(64);
+            WIDTH(80);
+            WIDTH(96);
+            WIDTH(112);
+            WIDTH(128);
+            WIDTH(144);
+            WIDTH(160);
+            WIDTH(176);
+            WIDTH(192);
+            WIDTH(208);
+            WIDTH(224);
+            WIDTH(240);
+            WIDTH(256);
+#undef WIDTH
+        }
+        const tile_t tile = b.notes_of(notes.stage)->tile;
+        const int32_t thread = ptx_thread_index();
+        epilogue_t e;
+        e.tid = thread % kWarpgroup;
+        take_staging(b, thread / kWarpgroup - 1, e);
+        read_notes(b, notes.stage, tile, e);
+#pragma unroll
+        for (int t = 0; t < Cut::kTiles; t++) {
+            if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
+            load_bias(p, e);
+            finish_tile<__nv_bfloat16>(p, b.line.way, e, acc[t], parts);
+        }
+        ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+    }
+}
+
+template <kind_t kKind, typename Cut>
+__global__ void __launch_bounds__(kThreads, Cut::kBlocks)
+    grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
+                           const __grid_constant__ x_maps_t x_maps)
+{
+    static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
+    extern __shared__ __align__(1024) char shared[];
+    block_t b = {line, shared};
+    b.base = ptx_shared_address(shared);
+    b.barriers = (barriers_t *)(shared + b.line.layout.barriers);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < line.stages; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * Cut::kCluster);
+        }
+        for (int i = 0; i < 2; i++) {
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
+                              2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+            for (int part = 0; part < kStagingParts; part++) {
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
+                ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
+            }
+        }
+        ptx_fence_barrier_init();
+    }
+    epmoei_begin_dependent();
+    int32_t *cumulative = (int32_t *)(shared + b.line.layout.cumulative);
+    b.cumulative = cumulative;
+    b.rank = Cut::kCluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
+    const int32_t cluster_tiles = 2 * Cut::kTiles * Cut::kCluster;
+    b.clusters = (w.tiles + cluster_tiles - 1) / cluster_tiles;
+    b.first_tile = blockIdx.x / Cut::kCluster;
+    b.tile_step = gridDim.x / Cut::kCluster;
+    b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.max_n, cumulative, b.barriers->warp_sums) * b.clusters;
+    __syncthreads();
+    if (Cut::kCluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
+
+    if (threadIdx.x < kWarpgroup) {
+        ptx_setmaxnreg_dec<Cut::kProducerRegisters>();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0)
+            produce<Cut>(p, w, b, &x_maps);
+        else if (warp == 1)
+            scout<Cut>(p, b);
+        else if (line.way != WAY_ANY)
+            store<Cut>(p, w, b, warp - 2);
+    } else {
+        ptx_setmaxnreg_inc<Cut::kRegisters>();
+        consume<kKind, Cut>(p, w, b);
+    }
+    if (Cut::kCluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+}
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* x [rows,k]; what lies past its end reads as zeros. */
+epmoe_status_t encode_rows(const void *x, int64_t rows, int32_t k, x_maps_t *maps)
+{
+    static encode_fn encode; /* the same pointer whichever thread finds it */
+    if (!encode) {
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        EPMOEI_CUDA(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+        if (found != cudaDriverEntryPointSuccess || !function)
+            return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
+        encode = (encode_fn)function;
+    }
+    const cuuint64_t dims[2] = {(cuuint64_t)k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)k * 2};
+    const cuuint32_t steps[2] = {1, 1};
+    for (int i = 0; i < kXMaps; i++) {
+        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
+        CUresult result = encode(&maps->map[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)(uintptr_t)x, dims,
+                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (result != CUDA_SUCCESS)
+            return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %d", (int)result,
+                               k);
+    }
+    return EPMOE_OK;
+}
+
+weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
+{
+    const epmoe_weight_t *weight = &args->weight;
+    const epmoei_quant_tiles_t tiles = epmoei_quant_tiles(weight->format, weight->scales_dtype, args->n, args->k,
+                                                          weight->group_size, args->activation < EPMOE_ACTIVATION_NONE);
+    weights_t w = {};
+    w.data = (const char *)weight->data;
+    w.scales = (const char *)weight->scales;
+    w.zeros = (const char *)weight->zeros;
+    w.tiles = (int32_t)tiles.tiles;
+    w.blocks = (int32_t)tiles.blocks;
+    w.groups = (int32_t)tiles.groups;
+    w.scales_bytes = EPMOEI_TILE_ROWS * (int32_t)epmoe_dtype_size(weight->scales_dtype);
+    w.scales_dtype = weight->scales_dtype;
+    w.base = 0x43004300u;
+    if (weight->format != EPMOE_FORMAT_MXFP4 && weight->group_size >= args->k)
+        w.group_blocks = w.blocks;
+    else if (weight->group_size % kBlockK == 0)
+        w.group_blocks = weight->group_size / kBlockK;
+    else
+        w.group_blocks = 0;
+    return w;
+}
+
+/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
+ * copies. */
+template <typename Cut>
+bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t limit, pipeline_t *line, int32_t *bytes)
+{
+    const int32_t fewest = 3;
+    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
+        line->layout = shared_layout<Cut>(line, w);
+        *bytes = line->layout.cumulative + (num_experts + 1) * 4;
+        if (*bytes <= limit) return true;
+    }
+    return false;
+}
+
+struct call_t {
+    const epmoe_grouped_gemm_args_t *args;
+    weights_t w;
+    const void *x;
+    int64_t x_rows;
+    epmoe_stream_t stream;
+};
+
+template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
+{
+    const epmoe_grouped_gemm_args_t *args = c->args;
+    const int32_t num_sms = epmoei_device_current()->num_sms, whole = epmoei_device_current()->shared_bytes_per_block;
+    /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
+    const int32_t limit = (whole + 1024) / Cut::kBlocks - 1024;
+    pipeline_t line = {};
+    int32_t bytes = 0;
+    line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
+    line.way = epilogue_way(args);
+    while (!(*fits = choose_pipeline<Cut>(&c->w, args->num_experts, limit, &line, &bytes)) && line.max_n > 16)
+        line.max_n -= 16;
+    if (!*fits) return EPMOE_OK;
+
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_rows(c->x, c->x_rows, args->k, &x_maps));
+    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
+    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    const int64_t tiles =
+        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * Cut::kCluster);
+    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / Cut::kCluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
+                                  kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)), dim3(kThreads),
+                                  (size_t)bytes, c->stream, gemm_params(args), c->w, line, x_maps),
+                              "grouped_gemm_w4_sm90");
+}
+
+template <kind_t kKind> epmoe_status_t launch(const call_t *c)
+{
+    const int32_t max_n = epmoei_grouped_gemm_width_w4_sm90(c->args->num_experts, c->args->max_rows);
+    bool fits = false;
+    if (max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, narrow_t>(c, max_n, &fits)));
+    if (!fits && max_n <= middle_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, middle_t>(c, max_n, &fits)));
+    if (!fits) EPMOEI_CHECK((launch_kernel<kKind, wide_t>(c, max_n, &fits)));
+    return fits ? EPMOE_OK
+                : epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "num_experts is %d: too many", c->args->num_experts);
+}
+
+bool needs_gather(const epmoe_grouped_gemm_args_t *args)
+{
+    return args->weight.g_idx || (!args->x_sorted && (args->row_index || args->x_row_divisor > 1));
+}
+
+/* Others are the sm80 kernel's. */
+bool is_supported(const epmoe_grouped_gemm_args_t *args)
+{
+    const int32_t group = args->weight.group_size;
+    return args->x_dtype == EPMOE_BF16 && (group >= args->k || group % (kBlockK / 2) == 0);
+}
+
+} // namespace
+
+extern "C" int64_t epmoei_grouped_gemm_w4_workspace_sm90(const epmoe_grouped_gemm_args_t *args)
+{
+    if (!is_supported(args)) return epmoei_grouped_gemm_quant_workspace_sm80(args);
+    /* A query need not say yet whether there is a row index. */
+    if (args->x_sorted && !args->weight.g_idx) return 0;
+    return (int64_t)args->max_rows * args->k * 2;
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    if (!is_supported(args)) return epmoei_grouped_gemm_quant_sm80(args, stream);
+    int64_t bytes = needs_gather(args) ? epmoei_grouped_gemm_w4_workspace_sm90(args) : 0;
+    if (bytes && (!args->workspace || args->workspace_bytes < bytes))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
+                           args->workspace, (long long)args->workspace_bytes, (long long)bytes);
+    call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
+    if (needs_gather(args)) {
+        EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
+                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
+        c.x = args->workspace;
+        c.x_rows = args->max_rows;
+    }
+    if (args->weight.format == EPMOE_FORMAT_MXFP4) return launch<MXFP4>(&c);
+    return c.w.group_blocks ? launch<W4_LONG>(&c) : launch<W4_SHORT>(&c);
+}
