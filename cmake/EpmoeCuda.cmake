@@ -34,6 +34,10 @@ list(APPEND EPMOE_ISA_OBJECTS ${EPMOE_CUDA_OBJECTS})
 
 add_library(epmoe_cuda INTERFACE)
 target_compile_definitions(epmoe_cuda INTERFACE EPMOE_HAVE_CUDA=1 $<$<BOOL:${EPMOE_HAVE_NCCL}>:EPMOE_HAVE_NCCL=1>)
+# Loaded at run time: nothing is linked.
+if(EXISTS "${CUDAToolkit_INCLUDE_DIRS}/cublasLt.h")
+  target_compile_definitions(epmoe_cuda INTERFACE EPMOE_HAVE_CUBLASLT=1)
+endif()
 target_include_directories(epmoe_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(epmoe_cuda INTERFACE CUDA::cudart_static)
 set(EPMOE_CUDA_STATIC_LINK -L${CUDAToolkit_LIBRARY_DIR} cudart_static dl rt)

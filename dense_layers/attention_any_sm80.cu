@@ -61,9 +61,8 @@ static __global__ void __launch_bounds__(kThreads) any_kernel(any_t p)
         __syncthreads(); /* q is there, and the last tile's weights are not read any more */
         if (threadIdx.x < kTileKeys) {
             const int32_t key = first + threadIdx.x;
-            int32_t block = -1;
-            if (key >= tile.lo && key < tile.hi) block = find_block(c, tile.seq, key, head == 0);
-            const int64_t slot = (uint32_t)key % (uint32_t)c.block_size;
+            const key_place_t at = find_key(c, tile.seq, key, key >= tile.lo && key < tile.hi, head == 0);
+            const int64_t block = at.block, slot = at.slot;
             key_rows[threadIdx.x] = block < 0 ? -1 : block * p.keys.block + kv_head * p.keys.head + slot * p.keys.slot;
             value_rows[threadIdx.x] =
                 block < 0 ? -1 : block * p.values.block + kv_head * p.values.head + slot * p.values.slot;

@@ -46,6 +46,7 @@ struct attention_t {
     int32_t value_dim;
     int32_t num_blocks;
     int32_t block_size;
+    int32_t block_shift; /* its logarithm; -1 where it is no power of two */
     int32_t max_blocks;
     int32_t window; /* 0 = none */
     int32_t parts;
@@ -53,6 +54,7 @@ struct attention_t {
     int32_t most_queries;
     float scale_log2; /* of the scores, times log2(e) */
     epmoe_dtype_t dtype;
+    bool alike; /* keys and values lie at the same offsets, whose sixteenths fit into 32 bits */
 };
 
 /* ----------------------------------------------------------------------------------------------------- tiles, parts */
@@ -193,13 +195,24 @@ __device__ __forceinline__ reach_t find_reach(const attention_t &p, const tile_t
     return reach;
 }
 
-/* The block of a key of the tile's sequence; -1 for one outside the cache, which `counts` once. */
-__device__ __forceinline__ int32_t find_block(const attention_t &p, int32_t seq, int32_t key, bool counts)
+/* Where a key of a sequence lies. */
+struct key_place_t {
+    int32_t block; /* -1: not there */
+    int32_t slot;
+};
+
+/* Not there where not `wanted`, nor in a block outside the cache, which `counts` once. */
+__device__ __forceinline__ key_place_t find_key(const attention_t &p, int32_t seq, int32_t key, bool wanted,
+                                                bool counts)
 {
-    const int32_t block = p.block_table[(int64_t)seq * p.max_blocks + (uint32_t)key / (uint32_t)p.block_size];
-    if (block >= 0 && block < p.num_blocks) return block;
+    const uint32_t index = p.block_shift >= 0 ? (uint32_t)key >> p.block_shift : (uint32_t)key / (uint32_t)p.block_size;
+    key_place_t place = {-1, key - (int32_t)index * p.block_size};
+    if (!wanted) return place;
+    place.block = p.block_table[(int64_t)seq * p.max_blocks + index];
+    if (place.block >= 0 && place.block < p.num_blocks) return place;
+    place.block = -1;
     if (counts) epmoei_count_bad(p.error_word, 1);
-    return -1;
+    return place;
 }
 
 /* ----------------------------------------------------------------------------------------------------- ends of rows */
@@ -283,12 +296,17 @@ inline attention_t attention_params(const epmoe_attention_args_t *args, const ep
     p.value_dim = args->value_dim;
     p.num_blocks = args->num_blocks;
     p.block_size = args->block_size;
+    p.block_shift = -1;
+    for (int32_t shift = 0; shift < 31; shift++)
+        if (args->block_size == 1 << shift) p.block_shift = shift;
     p.max_blocks = args->max_blocks;
     p.window = args->window;
     p.parts = 1;
     p.most_queries = INT32_MAX;
     p.scale_log2 = args->scale * kLog2e;
     p.dtype = args->dtype;
+    p.alike = p.keys.block == p.values.block && p.keys.slot == p.values.slot && p.keys.head == p.values.head &&
+              args->head_dim == args->value_dim && p.keys.block <= ((int64_t)1 << 36) / epmoei_max64(1, p.num_blocks);
     return p;
 }
 

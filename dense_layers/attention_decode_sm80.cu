@@ -40,8 +40,7 @@ struct reader_t {
     int32_t first;
     int32_t end;
     bool counts;
-    int32_t next; /* of this lane, for the step that is read next */
-    int32_t block;
+    key_place_t next; /* of this lane, for the step that is read next */
 
     __device__ __forceinline__ int32_t first_of(int32_t step) const
     {
@@ -50,9 +49,8 @@ struct reader_t {
     /* Early, so that the answer is there when the step is read. */
     __device__ __forceinline__ void look_up(int32_t step)
     {
-        const int32_t lane = threadIdx.x % 32;
-        next = first_of(step) + lane % kStepKeys;
-        block = next >= lo && next < end ? find_block(p, seq, next, counts && lane < kStepKeys) : -1;
+        const int32_t lane = threadIdx.x % 32, key = first_of(step) + lane % kStepKeys;
+        next = find_key(p, seq, key, key >= lo && key < end, counts && lane < kStepKeys);
     }
 
     template <typename T, int kCols>
@@ -71,17 +69,38 @@ struct reader_t {
         }
     }
 
+    /* The same where all keys are there and all columns are used, of keys and values at once. */
+    template <typename T, int kCols> __device__ __forceinline__ void copy_all(char *shared, uint32_t from) const
+    {
+        constexpr int kChunks = kCols * (int)sizeof(T) / 16;
+        const int32_t lane = threadIdx.x % 32, chunk = lane % kChunks;
+        const uint32_t to = ptx_shared_address(shared);
+        const char *own_keys = keys.data + chunk * 16, *own_values = values.data + chunk * 16;
+#pragma unroll
+        for (int i = 0; i < kStepKeys * kChunks / 32; i++) {
+            const int32_t row = (i * 32 + lane) / kChunks;
+            const uint64_t at = (uint64_t)__shfl_sync(kAllLanes, from, row) * 16;
+            const uint32_t place = to + chunk_offset<kChunks>(row, chunk + i * 32 % kChunks);
+            ptx_cp_async_16(place, own_keys + at + i * 32 % kChunks * 16, 16);
+            ptx_cp_async_16(place + decode_layout<T, kCols>::kTileBytes, own_values + at + i * 32 % kChunks * 16, 16);
+        }
+    }
+
     /* One group of copies; zeros for keys that are not there. */
     template <typename T, int kCols> __device__ __forceinline__ void read(int32_t step, char *shared)
     {
         using layout = decode_layout<T, kCols>;
         if (first_of(step) < end) {
-            const int64_t slot = (uint32_t)next % (uint32_t)p.block_size;
-            const uint32_t valid = __ballot_sync(kAllLanes, block >= 0);
-            const int64_t key = block * keys.block + slot * keys.slot,
-                          value = block * values.block + slot * values.slot;
-            copy_rows<T, kCols>(shared, keys, key, valid, p.head_dim);
-            copy_rows<T, kCols>(shared + layout::kTileBytes, values, value, valid, p.value_dim);
+            const uint32_t valid = __ballot_sync(kAllLanes, next.block >= 0);
+            const int64_t block = next.block, slot = next.slot;
+            if (p.alike && p.head_dim == kCols && valid == kAllLanes)
+                copy_all<T, kCols>(shared, (uint32_t)next.block * (uint32_t)(keys.block / 16) +
+                                               (uint32_t)next.slot * (uint32_t)(keys.slot / 16));
+            else {
+                copy_rows<T, kCols>(shared, keys, block * keys.block + slot * keys.slot, valid, p.head_dim);
+                copy_rows<T, kCols>(shared + layout::kTileBytes, values, block * values.block + slot * values.slot,
+                                    valid, p.value_dim);
+            }
             look_up(step + 1);
         }
         ptx_cp_async_commit();

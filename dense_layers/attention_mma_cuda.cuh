@@ -170,10 +170,9 @@ __device__ __forceinline__ void find_key_rows(const attention_t &p, key_rows_t<k
 {
     if (threadIdx.x >= kKeys) return;
     const int32_t key = first + (int32_t)threadIdx.x;
-    const int32_t block = key >= lo && key < end ? find_block(p, seq, key, counts) : -1;
-    const int64_t slot = (uint32_t)key % (uint32_t)p.block_size;
-    rows->key[threadIdx.x] = block < 0 ? -1 : block * p.keys.block + slot * p.keys.slot;
-    rows->value[threadIdx.x] = block < 0 ? -1 : block * p.values.block + slot * p.values.slot;
+    const key_place_t at = find_key(p, seq, key, key >= lo && key < end, counts);
+    rows->key[threadIdx.x] = at.block < 0 ? -1 : at.block * p.keys.block + at.slot * p.keys.slot;
+    rows->value[threadIdx.x] = at.block < 0 ? -1 : at.block * p.values.block + at.slot * p.values.slot;
 }
 
 /* Rows of `columns` columns from `data` on into a tile; zeros for what is not there. */

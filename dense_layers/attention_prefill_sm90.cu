@@ -91,9 +91,10 @@ template <int kCols> __device__ __forceinline__ void copy_panels(char *shared, c
         ptx_cp_async_16(ptx_shared_address(shared) + panel_offset(warp_row + row, chunk),
                         data + (at < 0 ? 0 : at + chunk * 16), at < 0 ? 0 : 16);
     }
-    ptx_cp_async_commit();
 }
 
+/* Copies run on while the next ones are started: the barriers learn from the copies themselves that they have landed.
+ */
 template <int kCols>
 __device__ __forceinline__ void produce(const attention_t &p, const tile_t &tile, int32_t head_unit, int32_t begin,
                                         int32_t steps, char *shared, barriers_t *barriers)
@@ -101,25 +102,25 @@ __device__ __forceinline__ void produce(const attention_t &p, const tile_t &tile
     using layout = wgmma_layout<kCols>;
     const int32_t kv_head = head_unit / p.head_parts, own = threadIdx.x % kWarpgroup;
     const char *keys = p.keys.data + kv_head * p.keys.head, *values = p.values.data + kv_head * p.values.head;
+    const auto look_up = [&](int32_t step) {
+        const int32_t key = begin + step * kKeys + own;
+        return find_key(p, tile.seq, key, key >= tile.lo && key < tile.hi, head_unit == 0);
+    };
+    key_place_t at = look_up(0);
     for (int32_t step = 0; step < steps; step++) {
         const int32_t stage = step % kStages;
         const uint32_t parity = step / kStages & 1;
-        const int32_t key = begin + step * kKeys + own;
-        const int32_t block = key >= tile.lo && key < tile.hi ? find_block(p, tile.seq, key, head_unit == 0) : -1;
-        const int64_t slot = (uint32_t)key % (uint32_t)p.block_size;
+        const int64_t key = at.block < 0 ? -1 : at.block * p.keys.block + at.slot * p.keys.slot;
+        const int64_t value = at.block < 0 ? -1 : at.block * p.values.block + at.slot * p.values.slot;
+        at = look_up(step + 1);
         wait_barrier(&barriers->keys_empty[stage], parity ^ 1);
-        copy_panels<kCols>(shared + layout::kKeyTiles + stage * layout::kTileBytes, keys,
-                           block < 0 ? -1 : block * p.keys.block + slot * p.keys.slot);
+        copy_panels<kCols>(shared + layout::kKeyTiles + stage * layout::kTileBytes, keys, key);
+        ptx_mbarrier_arrive_after_copies(ptx_shared_address(&barriers->keys_full[stage]));
         wait_barrier(&barriers->values_empty[stage], parity ^ 1);
-        copy_panels<kCols>(shared + layout::kValueTiles + stage * layout::kTileBytes, values,
-                           block < 0 ? -1 : block * p.values.block + slot * p.values.slot);
-        ptx_cp_async_wait<1>();
-        ptx_fence_proxy_async();
-        ptx_mbarrier_arrive(ptx_shared_address(&barriers->keys_full[stage]));
-        ptx_cp_async_wait<0>();
-        ptx_fence_proxy_async();
-        ptx_mbarrier_arrive(ptx_shared_address(&barriers->values_full[stage]));
+        copy_panels<kCols>(shared + layout::kValueTiles + stage * layout::kTileBytes, values, value);
+        ptx_mbarrier_arrive_after_copies(ptx_shared_address(&barriers->values_full[stage]));
     }
+    ptx_cp_async_wait_all();
 }
 
 /* -------------------------------------------------------------------------------------------------------- consumers */
@@ -194,15 +195,20 @@ __device__ __forceinline__ void weigh_scores(wgmma_rows_t<kCols> &rows, float (&
     }
 }
 
-/* Whether a tile of values holds an infinity or a NaN: every warp looks at all of it, so that all agree. */
-template <typename T, int kCols> __device__ __forceinline__ bool tile_holds_special(const char *values)
+/* Whether the rows [first,end) of a tile of values hold an infinity or a NaN: every warp looks at all of them, so that
+ * all agree. */
+template <typename T, int kCols>
+__device__ __forceinline__ bool rows_hold_special(const char *values, int32_t first, int32_t end)
 {
     bool special = false;
-    for (int i = threadIdx.x % 32; i < kKeys * kCols / 8; i += 32) {
-        const uint4 part = ((const uint4 *)values)[i];
-        const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+    for (int32_t row = first + (int32_t)threadIdx.x % 32 / 8; row < end; row += 4) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) special |= __vcmpeq2(words[j] & exponent_bits<T>, exponent_bits<T>) != 0;
+        for (int panel = 0; panel < kCols / 64; panel++) {
+            const uint4 part = *(const uint4 *)(values + panel_offset(row, panel * 8 + threadIdx.x % 8));
+            const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) special |= __vcmpeq2(words[j] & exponent_bits<T>, exponent_bits<T>) != 0;
+        }
     }
     return __any_sync(kAllLanes, special);
 }
@@ -264,6 +270,7 @@ __device__ __forceinline__ void consume(const attention_t &p, const tile_t &tile
     const auto start_scores_of = [&](int32_t step) {
         const int32_t stage = step % kStages;
         wait_barrier(&barriers->keys_full[stage], step / kStages & 1);
+        ptx_fence_proxy_async(); /* what the copies wrote, for wgmma to read */
         start_scores<T, kCols>(scores, q, base + layout::kKeyTiles + stage * layout::kTileBytes);
     };
     const auto weigh_scores_of = [&](int32_t step) {
@@ -288,7 +295,10 @@ __device__ __forceinline__ void consume(const attention_t &p, const tile_t &tile
         values_step = 16 * 128 >> 4;
         if ((first >= last_lo && first + kKeys <= first_hi) || !ragged) return;
         wait_barrier(&barriers->values_full[step % kStages], step / kStages & 1);
-        if (!tile_holds_special<T, kCols>(shared + tile_at)) return;
+        /* Of keys that some rows see and others do not, before the window of the last and behind the first token. */
+        if (!rows_hold_special<T, kCols>(shared + tile_at, 0, min(last_lo - first, kKeys)) &&
+            !rows_hold_special<T, kCols>(shared + tile_at, max(first_hi - first, 0), kKeys))
+            return;
         add_values_seen<T, kCols>(rows, scores, shared + tile_at, first, bounds);
         /* The product stays where the compiler pipelines it, but adds nothing. */
         values = describe_by_n(base + layout::kZeros, 0);
@@ -296,6 +306,7 @@ __device__ __forceinline__ void consume(const attention_t &p, const tile_t &tile
     };
     const auto start_values_of = [&](int32_t step) {
         wait_barrier(&barriers->values_full[step % kStages], step / kStages & 1);
+        ptx_fence_proxy_async();
         start_values<T, kCols>(rows, weights, values, values_step);
     };
 
@@ -357,10 +368,10 @@ template <typename T, int kCols> static __global__ void __launch_bounds__(kThrea
     ptx_fence_proxy_async();
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<40>();
+        ptx_setmaxnreg_dec<56>();
         produce<kCols>(p, tile, head_unit, begin, steps, shared, barriers);
     } else {
-        ptx_setmaxnreg_inc<232>();
+        ptx_setmaxnreg_inc<224>();
         consume<T, kCols>(p, tile, head_unit, begin, steps, shared, barriers);
     }
 }

@@ -1,5 +1,6 @@
 /* A projection of a decoder layer: y = x w^T + bias on rows that lie side by side, or the same with a matrix per head.
- * On the CPU it is the grouped GEMM of kernels/, whose many-row path is BLAS. */
+ * On the CPU it is the grouped GEMM of kernels/, whose many-row path is BLAS; on CUDA cuBLASLt, or where that is not
+ * there the grouped GEMM again. */
 #ifndef EPMOEI_LINEAR_H
 #define EPMOEI_LINEAR_H
 

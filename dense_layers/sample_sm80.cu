@@ -238,49 +238,63 @@ __device__ __forceinline__ void cut_list(shared_t *shared, int32_t k)
     __syncthreads();
 }
 
+/* A key that `k` of the block's keys reach, or as many of equal ones as it takes, found bit by bit; 0 where there are
+ * not as many. keys are the thread's own, 0 for none. */
+template <int kCount>
+__device__ __forceinline__ uint32_t find_floor(const uint32_t (&keys)[kCount], int32_t k, shared_t *shared)
+{
+    uint32_t floor = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        const uint32_t trial = floor | 1u << bit;
+        int32_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kCount; i++) count += keys[i] >= trial;
+        count = count_of_block(count, bit & 1, shared);
+        if (count >= k) floor = trial;
+        if (count == k) break;
+    }
+    return floor;
+}
+
 /* The top_k first places of the row but for those of -inf, which weigh nothing. */
 template <typename T> __device__ __forceinline__ void fill_list(const row_t<T> &row, shared_t *shared)
 {
     constexpr int kLoads = kRound / (4 * kThreads);
     if (threadIdx.x == 0) shared->length = 0;
     __syncthreads();
-    uint32_t floor = kNoKey; /* what enters is above: of equal keys those of earlier rounds come first */
+    uint32_t least = kNoKey + 1; /* keys below do not enter */
     four_t<T> fours[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; i++) fours[i] = row.four_at((i * kThreads + (int32_t)threadIdx.x) * 4);
     for (int32_t first = 0; first < row.vocab; first += kRound) {
+        uint32_t keys[4 * kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; i++) {
-            const int32_t id = first + (i * kThreads + (int32_t)threadIdx.x) * 4;
-            uint32_t keys[4];
-            int32_t entering = 0;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                keys[j] = key_of(tame_logit(epmoei_to_float(fours[i].element[j])));
-                entering += keys[j] > floor;
-            }
+            for (int j = 0; j < 4; j++) keys[4 * i + j] = key_of(tame_logit(epmoei_to_float(fours[i].element[j])));
             /* The next round's tokens are on their way while this one's are looked at. */
-            fours[i] = row.four_at(min(id + kRound, row.vocab));
-            if (!entering) continue;
-            int32_t at = atomicAdd(&shared->length, entering);
+            fours[i] = row.four_at(min(first + kRound + (i * kThreads + (int32_t)threadIdx.x) * 4, row.vocab));
+        }
+        /* Almost all of the first round would enter, to be cut away at once. */
+        if (first == 0) least = max(least, find_floor(keys, row.rule.top_k, shared));
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (keys[j] > floor) shared->list[at++] = place_of(keys[j], id + j);
+        for (int i = 0; i < 4 * kLoads; i++) {
+            if (keys[i] < least) continue;
+            const int32_t id = first + (i / 4 * kThreads + (int32_t)threadIdx.x) * 4 + i % 4;
+            shared->list[atomicAdd(&shared->length, 1)] = place_of(keys[i], id);
         }
         __syncthreads();
-        if (shared->length <= kCapacity - kRound && first + kRound < row.vocab) {
-            __syncthreads();
-            continue;
-        }
-        const bool full = shared->length >= row.rule.top_k;
+        const int32_t length = shared->length;
         __syncthreads();
-        cut_list(shared, row.rule.top_k);
-        if (!full) continue;
-        /* The last of the list. */
+        const bool last_round = first + kRound >= row.vocab, full = length >= row.rule.top_k;
+        if (length > kCapacity - kRound || last_round) cut_list(shared, row.rule.top_k);
+        /* Of equal keys those of earlier rounds come first. */
+        if (first == 0 && full && least != UINT32_MAX) least++;
+        if (last_round || length <= kCapacity - kRound || !full) continue;
         uint64_t last = ~(uint64_t)0;
         for (int32_t i = threadIdx.x; i < shared->length; i += kThreads)
             last = shared->list[i] < last ? shared->list[i] : last;
-        floor = key_of_place(~max_of_block(~last, shared->draw.scratch));
+        least = key_of_place(~max_of_block(~last, shared->draw.scratch)) + 1;
     }
 }
 

@@ -95,6 +95,8 @@ epmoe_status_t epmoei_attention_heads(const epmoei_attention_run_t *run, const v
     attention.query_start = batch->query_start;
     attention.sinks = run->weights->sinks;
     attention.o = o;
+    attention.workspace = run->workspace->parts;
+    attention.workspace_bytes = run->workspace->parts_bytes;
     return epmoe_attention(&attention, run->stream);
 }
 

@@ -51,6 +51,8 @@ typedef struct epmoei_attention_workspace_t {
     int32_t *head_rows;                                               /* MLA: [H*T] */
     void *gemm;
     int64_t gemm_bytes;
+    void *parts; /* CUDA: of the attention */
+    int64_t parts_bytes;
     int64_t bytes;
 } epmoei_attention_workspace_t;
 

@@ -1,5 +1,7 @@
 #include "dense_layers/self_attention.h"
 
+#include "dense_layers/self_attention_cuda.h"
+
 #include <string.h>
 
 /* The rope columns of q, and those of the key, which all heads share. */
@@ -25,18 +27,24 @@ static epmoe_status_t rotate(const epmoei_attention_run_t *run)
 }
 
 /* q [T,H,kv_latent + rope_dim]: what has been brought to the latent, then the rotated columns. */
-static void join_q(const epmoei_attention_run_t *run)
+static epmoe_status_t join_q(const epmoei_attention_run_t *run)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     const epmoei_attention_workspace_t *workspace = run->workspace;
     int64_t size = epmoe_dtype_size(run->shape->dtype), latent = config->kv_latent * size,
             rope = config->rope_dim * size, rows = (int64_t)run->batch->num_tokens * config->num_heads;
+#if EPMOE_HAVE_CUDA
+    if (run->shape->backend == EPMOE_BACKEND_CUDA)
+        return epmoei_join_columns_sm80(workspace->q, workspace->absorbed, config->kv_latent, workspace->q_rope,
+                                        config->rope_dim, rows, run->stream);
+#endif
 #pragma omp parallel for schedule(static) if (rows * (latent + rope) >= 1 << 18)
     for (int64_t r = 0; r < rows; r++) {
         char *to = (char *)workspace->q + r * (latent + rope);
         memcpy(to, (const char *)workspace->absorbed + r * latent, (size_t)latent);
         memcpy(to + latent, (const char *)workspace->q_rope + r * rope, (size_t)rope);
     }
+    return EPMOE_OK;
 }
 
 static epmoe_status_t project_q(const epmoei_attention_run_t *run, const epmoei_linear_run_t *linear)
@@ -73,7 +81,7 @@ epmoe_status_t epmoei_self_attention_mla(const epmoei_attention_run_t *run)
     EPMOEI_CHECK(rotate(run));
     EPMOEI_CHECK(epmoei_attention_cache(run, workspace->key, NULL, key_columns));
     EPMOEI_CHECK(epmoei_linear_heads(&linear, &weights->key_up, rows, workspace->q_nope, workspace->absorbed));
-    join_q(run);
+    EPMOEI_CHECK(join_q(run));
     EPMOEI_CHECK(epmoei_attention_heads(run, workspace->q, 0, workspace->o_latent));
     return epmoei_linear_heads(&linear, &weights->value_up, rows, workspace->o_latent, workspace->heads);
 }

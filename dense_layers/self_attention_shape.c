@@ -1,6 +1,8 @@
 #include "dense_layers/self_attention.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
+#include "dense_layers/attention_plan.h"
 #include "kernels/op_check.h"
 
 #include <math.h>
@@ -94,6 +96,28 @@ static epmoe_status_t check_cache(epmoe_decoder_config_t *config, epmoe_dtype_t 
     return EPMOE_OK;
 }
 
+/* Products read rows of 16 bytes at a time, and parts of a row are tensors of their own. */
+static epmoe_status_t check_cuda(const epmoe_decoder_config_t *config, int32_t hidden, epmoe_dtype_t dtype)
+{
+    bool mla = config->attention == EPMOE_ATTENTION_MLA;
+    const struct {
+        const char *name;
+        int64_t columns;
+    } widths[] = {{"hidden", hidden},
+                  {"num_kv_heads * head_dim", mla ? 0 : (int64_t)config->num_kv_heads * config->head_dim},
+                  {"q_latent", config->q_latent},
+                  {"kv_latent", config->kv_latent},
+                  {"nope_dim", config->nope_dim},
+                  {"num_heads * value_dim", (int64_t)config->num_heads * config->value_dim}};
+    if (dtype == EPMOE_F32)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "dtype is f32: on CUDA a decoder layer computes bf16 and f16");
+    for (size_t i = 0; i < sizeof widths / sizeof widths[0]; i++)
+        if (widths[i].columns % 8)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s is %lld: on CUDA it must be a multiple of 8",
+                               widths[i].name, (long long)widths[i].columns);
+    return EPMOE_OK;
+}
+
 static epmoe_status_t check_eps(const char *name, float *eps)
 {
     if (*eps == 0) *eps = 1e-6f;
@@ -114,6 +138,7 @@ epmoe_status_t epmoei_attention_shape_check(const epmoe_decoder_config_t *config
     EPMOEI_CHECK(own->attention == EPMOE_ATTENTION_MLA ? check_mla(own) : check_gqa(own));
     EPMOEI_CHECK(check_rope(own));
     EPMOEI_CHECK(check_cache(own, dtype));
+    if (backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(check_cuda(own, hidden, dtype));
     EPMOEI_CHECK(check_eps("norm_eps", &own->norm_eps));
     EPMOEI_CHECK(check_eps("latent_eps", &own->latent_eps));
     bool mla = own->attention == EPMOE_ATTENTION_MLA;
@@ -193,7 +218,8 @@ epmoe_status_t epmoei_attention_workspace_layout(char *base, const epmoei_attent
     epmoei_arena_t arena = {base, 0};
     epmoei_attention_weights_t w;
     *out = (epmoei_attention_workspace_t){0};
-    epmoei_attention_weights_layout(NULL, shape, EPMOE_FORMAT_F32, &w);
+    bool cuda = shape->backend == EPMOE_BACKEND_CUDA;
+    epmoei_attention_weights_layout(NULL, shape, cuda ? epmoei_format_of_dtype(shape->dtype) : EPMOE_FORMAT_F32, &w);
     const epmoei_linear_t *const linears[] = {&w.qkv,     &w.q_down, &w.q_nope,   &w.q_rope,
                                               &w.kv_down, &w.key_up, &w.value_up, &w.out};
     for (size_t i = 0; i < sizeof linears / sizeof linears[0]; i++) {
@@ -209,6 +235,12 @@ epmoe_status_t epmoei_attention_workspace_layout(char *base, const epmoei_attent
     out->positions = epmoei_carve(&arena, tokens * 8);
     out->slots = epmoei_carve(&arena, tokens * 8);
     out->gemm = epmoei_carve(&arena, out->gemm_bytes);
+    const epmoei_device_info_t *device = epmoei_device_current();
+    if (cuda && device) {
+        int32_t columns = config->attention == EPMOE_ATTENTION_MLA ? config->kv_latent : config->head_dim;
+        out->parts_bytes = epmoei_attention_most_workspace(columns, device->num_sms);
+        out->parts = epmoei_carve(&arena, out->parts_bytes);
+    }
     if (config->attention == EPMOE_ATTENTION_GQA) {
         out->qkv = epmoei_carve(&arena, row * w.qkv.n);
     } else {

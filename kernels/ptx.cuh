@@ -34,6 +34,9 @@ template <int kPending> __device__ __forceinline__ void ptx_cp_async_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/* Until all copies that this thread has started have landed. */
+__device__ __forceinline__ void ptx_cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /* Barrier `id` (1..15) among `threads` threads. */
 __device__ __forceinline__ void ptx_barrier(int32_t id, int32_t threads)
 {
@@ -269,6 +272,13 @@ __device__ __forceinline__ void ptx_mbarrier_arrive(uint32_t barrier)
 __device__ __forceinline__ void ptx_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+/* Arrives when all copies that this thread has started by ptx_cp_async_16 have landed, as one of the barrier's own
+ * count. */
+__device__ __forceinline__ void ptx_mbarrier_arrive_after_copies(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 /* One try of the hardware's own length; true when the phase with this parity has completed. */

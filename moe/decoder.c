@@ -2,6 +2,8 @@
 
 #include "base/device.h"
 #include "comm/comm.h"
+#include "dense_layers/self_attention_cuda.h"
+#include "kernels/op_check.h"
 
 #include <string.h>
 
@@ -83,10 +85,30 @@ static epmoe_status_t check_config(const epmoe_decoder_config_t *config, const e
                                    epmoe_backend_t backend, epmoei_attention_shape_t *shape)
 {
     epmoe_layer_config_t layer;
-    if (backend != EPMOE_BACKEND_CPU)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "the decoder layer runs on the CPU backend only in this version");
     EPMOEI_CHECK(epmoei_layer_config_check(mlp, &layer));
     return epmoei_attention_shape_check(config, layer.hidden, layer.max_tokens, layer.dtype, backend, shape);
+}
+
+/* On a stream of their own, which no other work waits for; done when they return. */
+static epmoe_status_t copy_to_device(void *dst, const void *src, int64_t bytes)
+{
+    epmoe_stream_t stream;
+    EPMOEI_CHECK(epmoei_stream_create(&stream));
+    epmoe_status_t status = epmoei_memory_copy(EPMOE_BACKEND_CUDA, dst, src, bytes, stream);
+    if (status == EPMOE_OK) status = epmoei_stream_wait(EPMOE_BACKEND_CUDA, stream);
+    epmoei_stream_destroy(stream);
+    return status;
+}
+
+static epmoe_status_t make_zeros(epmoe_backend_t backend, void **memory, int64_t bytes, const char *what)
+{
+    EPMOEI_CHECK(epmoei_memory_alloc(backend, memory, bytes, what));
+    epmoe_stream_t stream = NULL;
+    if (backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_stream_create(&stream));
+    epmoe_status_t status = epmoei_memory_set(backend, *memory, 0, bytes, stream);
+    if (status == EPMOE_OK) status = epmoei_stream_wait(backend, stream);
+    epmoei_stream_destroy(stream);
+    return status;
 }
 
 static epmoe_status_t make_table(epmoe_decoder_t *decoder)
@@ -95,10 +117,17 @@ static epmoe_status_t make_table(epmoe_decoder_t *decoder)
     decoder->cos_sin = rope.cos_sin;
     if (decoder->cos_sin) return EPMOE_OK;
     int64_t bytes = (int64_t)rope.num_positions * rope.rotary_dim * 4;
-    EPMOEI_CHECK(epmoei_alloc_for((void **)&decoder->own_cos_sin, bytes, "the table of rotary positions"));
-    rope.cos_sin = decoder->own_cos_sin;
+    static const char what[] = "the table of rotary positions";
+    epmoe_backend_t backend = decoder->shape.backend;
+    EPMOEI_CHECK(epmoei_memory_alloc(backend, (void **)&decoder->own_cos_sin, bytes, what));
     decoder->cos_sin = decoder->own_cos_sin;
-    return epmoe_rope_table(&rope);
+    rope.cos_sin = decoder->own_cos_sin;
+    if (backend == EPMOE_BACKEND_CPU) return epmoe_rope_table(&rope);
+    EPMOEI_CHECK(epmoei_alloc_for((void **)&rope.cos_sin, bytes, what));
+    epmoe_status_t status = epmoe_rope_table(&rope);
+    if (status == EPMOE_OK) status = copy_to_device(decoder->own_cos_sin, rope.cos_sin, bytes);
+    epmoei_free(rope.cos_sin);
+    return status;
 }
 
 static epmoe_status_t make_cache(epmoe_decoder_t *decoder)
@@ -109,19 +138,17 @@ static epmoe_status_t make_cache(epmoe_decoder_t *decoder)
     if (!config->num_blocks) return EPMOE_OK;
     key_bytes *= config->num_blocks;
     value_bytes *= config->num_blocks;
-    EPMOEI_CHECK(epmoei_alloc_for(&decoder->key_cache, key_bytes, "the key cache"));
-    memset(decoder->key_cache, 0, (size_t)key_bytes);
+    EPMOEI_CHECK(make_zeros(decoder->shape.backend, &decoder->key_cache, key_bytes, "the key cache"));
     if (!value_bytes) return EPMOE_OK;
-    EPMOEI_CHECK(epmoei_alloc_for(&decoder->value_cache, value_bytes, "the value cache"));
-    memset(decoder->value_cache, 0, (size_t)value_bytes);
-    return EPMOE_OK;
+    return make_zeros(decoder->shape.backend, &decoder->value_cache, value_bytes, "the value cache");
 }
 
 static epmoe_status_t make_memory(epmoe_decoder_t *decoder)
 {
     epmoei_attention_workspace_t *workspace = &decoder->workspace;
     EPMOEI_CHECK(epmoei_attention_workspace_layout(NULL, &decoder->shape, workspace));
-    EPMOEI_CHECK(epmoei_alloc_for(&decoder->workspace_memory, workspace->bytes, "the decoder's workspace"));
+    EPMOEI_CHECK(epmoei_memory_alloc(decoder->shape.backend, &decoder->workspace_memory, workspace->bytes,
+                                     "the decoder's workspace"));
     EPMOEI_CHECK(epmoei_attention_workspace_layout(decoder->workspace_memory, &decoder->shape, workspace));
     EPMOEI_CHECK(make_table(decoder));
     return make_cache(decoder);
@@ -131,10 +158,11 @@ static void destroy(epmoe_decoder_t *decoder)
 {
     epmoe_layer_destroy(decoder->mlp);
     epmoei_decoder_drop_weights(decoder);
-    epmoei_free(decoder->workspace_memory);
-    epmoei_free(decoder->own_cos_sin);
-    epmoei_free(decoder->key_cache);
-    epmoei_free(decoder->value_cache);
+    epmoe_backend_t backend = decoder->shape.backend;
+    epmoei_memory_free(backend, decoder->workspace_memory);
+    epmoei_memory_free(backend, decoder->own_cos_sin);
+    epmoei_memory_free(backend, decoder->key_cache);
+    epmoei_memory_free(backend, decoder->value_cache);
     epmoe_comm_destroy(decoder->own_comm);
     epmoei_free(decoder);
 }
@@ -219,7 +247,14 @@ static epmoe_status_t take_batch(const epmoe_decoder_t *decoder, const epmoe_dec
         if (!needed[i].pointer)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL with num_tokens %d", needed[i].name,
                                args->num_tokens);
-    return epmoei_paged_batch_fill(batch, config->rope.num_positions, config->window);
+    if (decoder->shape.backend == EPMOE_BACKEND_CPU)
+        return epmoei_paged_batch_fill(batch, config->rope.num_positions, config->window);
+    EPMOEI_CHECK(epmoei_check_range("num_seqs", batch->num_seqs, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_range("max_blocks", batch->max_blocks, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_range("num_blocks", batch->num_blocks, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_pointer("query_start", batch->query_start));
+    EPMOEI_CHECK(epmoei_check_pointer("seq_lens", batch->seq_lens));
+    return epmoei_check_pointer("block_table", batch->block_table);
 }
 
 static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
@@ -233,7 +268,24 @@ static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_
                                         .cos_sin = decoder->cos_sin,
                                         .batch = &batch,
                                         .stream = stream};
+#if EPMOE_HAVE_CUDA
+    if (decoder->shape.backend == EPMOE_BACKEND_CUDA && batch.num_tokens > 0)
+        EPMOEI_CHECK(epmoei_paged_batch_fill_sm80(&batch, stream));
+#endif
     return epmoei_self_attention(&run, args->x);
+}
+
+/* Bad ids of earlier calls are reported before any work, not between two of its steps. */
+static epmoe_status_t run_attention_at_once(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
+                                            epmoe_stream_t stream)
+{
+    if (decoder->shape.backend == EPMOE_BACKEND_CPU) return run_attention(decoder, args, stream);
+    EPMOEI_CHECK(epmoei_comm_check_device(decoder->comm));
+    EPMOEI_CHECK(epmoei_error_word_check());
+    epmoei_error_word_hold(1);
+    epmoe_status_t status = run_attention(decoder, args, stream);
+    epmoei_error_word_hold(-1);
+    return status;
 }
 
 epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
@@ -242,7 +294,7 @@ epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decod
     if (!decoder) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "decoder is NULL");
     epmoe_decoder_forward_args_t own = EPMOE_DECODER_FORWARD_ARGS_INIT;
     epmoe_status_t status = epmoei_copy_sized(&own, sizeof own, args, "epmoe_decoder_forward_args_t");
-    if (status == EPMOE_OK) status = run_attention(decoder, &own, stream);
+    if (status == EPMOE_OK) status = run_attention_at_once(decoder, &own, stream);
     epmoe_forward_args_t mlp = EPMOE_FORWARD_ARGS_INIT;
     mlp.num_tokens = own.num_tokens;
     mlp.x = decoder->workspace.rows;

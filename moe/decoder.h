@@ -14,7 +14,7 @@ struct epmoe_decoder {
     epmoei_attention_workspace_t workspace;
     void *workspace_memory;
     const float *cos_sin;
-    float *own_cos_sin; /* NULL with a borrowed table */
+    float *own_cos_sin; /* in the backend's memory; NULL with a borrowed table */
     void *key_cache;    /* both NULL with the caller's cache */
     void *value_cache;
     bool has_weights;

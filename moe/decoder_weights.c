@@ -8,7 +8,7 @@
 
 void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder)
 {
-    epmoei_free(decoder->weights_memory);
+    epmoei_memory_free(decoder->shape.backend, decoder->weights_memory);
     decoder->weights_memory = NULL;
     memset(&decoder->weights, 0, sizeof decoder->weights);
     decoder->has_weights = false;
@@ -143,10 +143,12 @@ epmoe_status_t epmoei_decoder_load_attention(epmoe_decoder_t *decoder, const epm
         return epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's hidden is %d and the checkpoint's is %lld",
                            shape->hidden, (long long)source.out.rows);
 
-    epmoe_format_t format = common_format(&source);
+    /* A device multiplies matrices of the rows' dtype alone. */
+    epmoe_format_t format =
+        shape->backend == EPMOE_BACKEND_CUDA ? epmoei_format_of_dtype(shape->dtype) : common_format(&source);
     epmoei_decoder_drop_weights(decoder);
     int64_t bytes = epmoei_attention_weights_layout(NULL, shape, format, &decoder->weights);
-    EPMOEI_CHECK(epmoei_alloc_for(&decoder->weights_memory, bytes, "the attention's weights"));
+    EPMOEI_CHECK(epmoei_memory_alloc(shape->backend, &decoder->weights_memory, bytes, "the attention's weights"));
     epmoei_attention_weights_layout(decoder->weights_memory, shape, format, &decoder->weights);
     epmoei_weight_writer_t writer;
     EPMOEI_CHECK(epmoei_writer_open(&writer, shape->backend));

@@ -32,9 +32,12 @@ static epmoe_status_t check_config(const epmoe_head_config_t *config, epmoe_head
     if (out->max_tokens == 0) out->max_tokens = 4096;
     EPMOEI_CHECK(epmoei_check_range("max_tokens", out->max_tokens, 1, INT32_MAX));
     EPMOEI_CHECK(epmoe_backend_resolve(out->backend, &backend));
-    if (backend != EPMOE_BACKEND_CPU)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "the head runs on the CPU backend only in this version");
     out->backend = backend;
+    if (backend == EPMOE_BACKEND_CPU) return EPMOE_OK;
+    if (out->dtype == EPMOE_F32)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "dtype is f32: on CUDA the head computes bf16 and f16");
+    if (out->hidden % 8)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "hidden is %d: on CUDA it must be a multiple of 8", out->hidden);
     return EPMOE_OK;
 }
 
@@ -42,13 +45,14 @@ static epmoe_status_t make(epmoe_head_t *head)
 {
     const epmoe_head_config_t *config = &head->config;
     head->linear = (epmoei_linear_t){.n = config->vocab_size, .k = config->hidden, .heads = 1};
+    if (config->backend == EPMOE_BACKEND_CUDA) head->linear.format = epmoei_format_of_dtype(config->dtype);
     EPMOEI_CHECK(
         epmoei_linear_workspace(&head->linear, config->backend, config->dtype, config->max_tokens, &head->gemm_bytes));
     epmoei_arena_t arena = {0};
     int64_t rows_bytes = (int64_t)config->max_tokens * config->hidden * epmoe_dtype_size(config->dtype);
     epmoei_carve(&arena, rows_bytes);
     epmoei_carve(&arena, head->gemm_bytes);
-    EPMOEI_CHECK(epmoei_alloc_for(&head->workspace_memory, arena.used, "the head's workspace"));
+    EPMOEI_CHECK(epmoei_memory_alloc(config->backend, &head->workspace_memory, arena.used, "the head's workspace"));
     arena = (epmoei_arena_t){head->workspace_memory, 0};
     head->rows = epmoei_carve(&arena, rows_bytes);
     head->gemm = epmoei_carve(&arena, head->gemm_bytes);
@@ -75,8 +79,8 @@ epmoe_status_t epmoe_head_create(const epmoe_head_config_t *config, epmoe_head_t
 void epmoe_head_destroy(epmoe_head_t *head)
 {
     if (!head) return;
-    epmoei_free(head->workspace_memory);
-    epmoei_free(head->weights_memory);
+    epmoei_memory_free(head->config.backend, head->workspace_memory);
+    epmoei_memory_free(head->config.backend, head->weights_memory);
     epmoei_free(head);
 }
 
@@ -94,7 +98,8 @@ static epmoe_status_t copy_weights(epmoe_head_t *head, const epmoei_view_t *norm
     EPMOEI_CHECK(epmoei_writer_open(&writer, head->config.backend));
     epmoe_status_t status = epmoei_writer_put(&writer, norm, head->norm, EPMOE_F32, 0, 1);
     if (status == EPMOE_OK)
-        status = epmoei_writer_put(&writer, weight, (void *)(uintptr_t)head->linear.weight, weight->dtype, 0, 1);
+        status = epmoei_writer_put(&writer, weight, (void *)(uintptr_t)head->linear.weight,
+                                   epmoei_dtype_of_format(head->linear.format), 0, 1);
     if (status == EPMOE_OK) status = epmoei_writer_wait(&writer);
     epmoei_writer_close(&writer);
     return status;
@@ -103,7 +108,7 @@ static epmoe_status_t copy_weights(epmoe_head_t *head, const epmoei_view_t *norm
 epmoe_status_t epmoe_head_load_checkpoint(epmoe_head_t *head, const epmoe_checkpoint_t *checkpoint)
 {
     if (!head) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "head is NULL");
-    epmoei_free(head->weights_memory);
+    epmoei_memory_free(head->config.backend, head->weights_memory);
     head->weights_memory = NULL;
     epmoe_head_config_t file = EPMOE_HEAD_CONFIG_INIT;
     epmoei_view_t norm, weight;
@@ -117,13 +122,16 @@ epmoe_status_t epmoe_head_load_checkpoint(epmoe_head_t *head, const epmoe_checkp
                            file.vocab_size, (double)file.norm_eps);
     EPMOEI_CHECK(epmoei_checkpoint_head_source(checkpoint, &norm, &weight));
     epmoei_arena_t arena = {0};
-    carve_weights(&arena, head, weight.dtype);
-    EPMOEI_CHECK(epmoei_alloc_for(&head->weights_memory, arena.used, "the head's weights"));
+    /* A device multiplies matrices of the rows' dtype alone. */
+    epmoe_backend_t backend = head->config.backend;
+    epmoe_dtype_t dtype = backend == EPMOE_BACKEND_CUDA ? head->config.dtype : weight.dtype;
+    carve_weights(&arena, head, dtype);
+    EPMOEI_CHECK(epmoei_memory_alloc(backend, &head->weights_memory, arena.used, "the head's weights"));
     arena = (epmoei_arena_t){head->weights_memory, 0};
-    carve_weights(&arena, head, weight.dtype);
+    carve_weights(&arena, head, dtype);
     epmoe_status_t status = copy_weights(head, &norm, &weight);
     if (status == EPMOE_OK) return EPMOE_OK;
-    epmoei_free(head->weights_memory);
+    epmoei_memory_free(backend, head->weights_memory);
     head->weights_memory = NULL;
     return status;
 }

@@ -229,6 +229,8 @@ Test(gpu_tool, check)
         cr_expect(!strstr(process.output, "false"), "%s: %s", what, process.output);
         cr_expect(strstr(process.output, "layers.0.moe") && strstr(process.output, "layers.1.router"), "%s: %s", what,
                   process.output);
+        cr_expect(strstr(process.output, "\"layers.1\"") && strstr(process.output, "\"logits\""), "%s: %s", what,
+                  process.output);
         expect_exit(process, what, 0, "\"ok\":true");
         expect_exit(testing_tool("check '" GOLDEN "%s' --backend cuda --dtype fp16", names[i]), what, 0,
                     "layers.1.moe");

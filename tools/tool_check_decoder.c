@@ -1,6 +1,7 @@
 /* moe_tool check: whole decoder layers over a paged cache. */
 #include "tools/tool_check.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 
 #include <stdio.h>
@@ -28,6 +29,9 @@ typedef struct decoder_run_t {
     bool *left_out;
     int32_t *query_start, *seq_lens, *block_table;
     void *memory;
+    epmoe_backend_t backend;
+    int64_t shared_bytes; /* of `memory`, from its beginning on: what the layer reads or writes */
+    void *device_memory;  /* CUDA: the same in device memory */
 } decoder_run_t;
 
 static void carve(epmoei_arena_t *arena, epmoe_dtype_t dtype, decoder_run_t *run)
@@ -36,15 +40,34 @@ static void carve(epmoei_arena_t *arena, epmoe_dtype_t dtype, decoder_run_t *run
     int64_t k = experts ? run->mlp.top_k : 0, seqs = run->num_seqs;
     run->x = epmoei_carve(arena, tokens * d * epmoe_dtype_size(dtype));
     run->y = epmoei_carve(arena, tokens * d * epmoe_dtype_size(dtype));
-    run->y_f32 = epmoei_carve(arena, tokens * d * 4);
     run->logits = epmoei_carve(arena, tokens * experts * 4);
     run->weights = epmoei_carve(arena, tokens * k * 4);
     run->ids = epmoei_carve(arena, tokens * k * 4);
-    run->selection_bias = epmoei_carve(arena, experts * 4);
-    run->left_out = epmoei_carve(arena, tokens * (int64_t)sizeof(bool));
     run->query_start = epmoei_carve(arena, (seqs + 1) * 4);
     run->seq_lens = epmoei_carve(arena, seqs * 4);
     run->block_table = epmoei_carve(arena, seqs * run->max_blocks * 4);
+    run->shared_bytes = arena->used;
+    run->y_f32 = epmoei_carve(arena, tokens * d * 4);
+    run->selection_bias = epmoei_carve(arena, experts * 4);
+    run->left_out = epmoei_carve(arena, tokens * (int64_t)sizeof(bool));
+}
+
+/* Where the layer finds what is at `host` in `memory`. */
+static void *placed(const decoder_run_t *run, void *host)
+{
+    if (!run->device_memory) return host;
+    return (char *)run->device_memory + ((char *)host - (char *)run->memory);
+}
+
+/* All that the layer reads or writes, to the device or back; nothing to do on the CPU. */
+static epmoe_status_t move(const decoder_run_t *run, bool home)
+{
+    if (!run->device_memory) return EPMOE_OK;
+    void *to = home ? run->memory : run->device_memory, *from = home ? run->device_memory : run->memory;
+    EPMOEI_CHECK(epmoei_memory_copy(run->backend, to, from, run->shared_bytes, NULL));
+    if (!home) return EPMOE_OK;
+    EPMOEI_CHECK(epmoei_stream_wait(run->backend, NULL));
+    return epmoei_error_word_check();
 }
 
 static void free_run(decoder_run_t *run)
@@ -53,6 +76,7 @@ static void free_run(decoder_run_t *run)
     epmoei_free(run->in);
     epmoei_free(run->out);
     epmoei_free(run->memory);
+    epmoei_memory_free(run->backend, run->device_memory);
 }
 
 /* [..., T, d]: everything in front of the tokens counts sequences. */
@@ -100,6 +124,10 @@ static epmoe_status_t prepare(const check_t *check, const golden_layer_t *golden
     arena = (epmoei_arena_t){run->memory, 0};
     carve(&arena, check->dtype, run);
     fill_batch(run);
+    run->backend = check->backend;
+    if (run->backend == EPMOE_BACKEND_CUDA)
+        EPMOEI_CHECK(
+            epmoei_memory_alloc(run->backend, &run->device_memory, run->shared_bytes, "the rows of a decoder layer"));
     run->mlp.dtype = check->dtype;
     run->mlp.max_tokens = run->num_tokens;
     config->block_size = BLOCK_SIZE;
@@ -119,16 +147,18 @@ static epmoe_status_t forward(const check_t *check, epmoe_decoder_t *decoder, de
     epmoe_decoder_forward_args_t args = EPMOE_DECODER_FORWARD_ARGS_INIT;
     args.num_tokens = run->num_tokens;
     args.num_seqs = run->num_seqs;
-    args.x = run->x;
-    args.y = run->y;
-    args.query_start = run->query_start;
-    args.seq_lens = run->seq_lens;
-    args.block_table = run->block_table;
+    args.x = placed(run, run->x);
+    args.y = placed(run, run->y);
+    args.query_start = placed(run, run->query_start);
+    args.seq_lens = placed(run, run->seq_lens);
+    args.block_table = placed(run, run->block_table);
     args.max_blocks = run->max_blocks;
-    args.logits_out = run->logits;
-    args.ids_out = run->ids;
-    args.weights_out = run->weights;
+    args.logits_out = placed(run, run->logits);
+    args.ids_out = placed(run, run->ids);
+    args.weights_out = placed(run, run->weights);
+    EPMOEI_CHECK(epmoe_comm_agree(check->program->comm, move(run, false)));
     EPMOEI_CHECK(epmoe_decoder_forward(decoder, &args, NULL));
+    EPMOEI_CHECK(epmoe_comm_agree(check->program->comm, move(run, true)));
     epmoei_to_f32(run->y_f32, run->y, check->dtype, values);
     return EPMOE_OK;
 }
@@ -210,13 +240,9 @@ epmoe_status_t check_decoders_begin(check_t *check)
     bool any = golden->logits != NULL;
     for (int32_t i = 0; i < golden->num_layers; i++) any |= golden->layers[i].layer_in != NULL;
     if (!any) return EPMOE_OK;
-    char why[256] = "on the CPU backend only";
-    if (check->backend == EPMOE_BACKEND_CPU) {
-        epmoe_status_t status = epmoe_checkpoint_decoder_config(check->checkpoint, 0, &config);
-        check->decoders = status == EPMOE_OK;
-        if (status != EPMOE_OK && status != EPMOE_ERROR_NOT_SUPPORTED) return status;
-        snprintf(why, sizeof why, "%s", status == EPMOE_OK ? "" : epmoe_last_error());
-    }
-    if (!check->decoders) note_decoders(check, why);
+    epmoe_status_t status = epmoe_checkpoint_decoder_config(check->checkpoint, 0, &config);
+    check->decoders = status == EPMOE_OK;
+    if (status != EPMOE_OK && status != EPMOE_ERROR_NOT_SUPPORTED) return status;
+    if (!check->decoders) note_decoders(check, epmoe_last_error());
     return EPMOE_OK;
 }

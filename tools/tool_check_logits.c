@@ -1,6 +1,7 @@
 /* moe_tool check: the head, from the last layer's recorded output and from the chain. */
 #include "tools/tool_check.h"
 
+#include "base/device.h"
 #include "base/dtype.h"
 
 #include <stdio.h>
@@ -15,6 +16,9 @@ typedef struct logits_run_t {
     float *got;     /* [T,V] */
     void *x;        /* [T,d] of dtype */
     bool *left_out; /* nothing */
+    epmoe_backend_t backend;
+    void *device_x; /* CUDA: x and got in device memory */
+    float *device_got;
 } logits_run_t;
 
 static epmoe_status_t make_head(const check_t *check, logits_run_t *run, int32_t *hidden)
@@ -40,7 +44,21 @@ static epmoe_status_t make_head(const check_t *check, logits_run_t *run, int32_t
     EPMOEI_CHECK(epmoei_alloc_for(&run->x, rows * config.hidden * epmoe_dtype_size(check->dtype), "the head's input"));
     EPMOEI_CHECK(epmoei_alloc_for((void **)&run->left_out, rows * (int64_t)sizeof(bool), "the rows of the head"));
     memset(run->left_out, 0, (size_t)rows * sizeof(bool));
-    return EPMOE_OK;
+    run->backend = check->backend;
+    if (run->backend == EPMOE_BACKEND_CPU) return EPMOE_OK;
+    EPMOEI_CHECK(epmoei_memory_alloc(run->backend, &run->device_x,
+                                     rows * config.hidden * epmoe_dtype_size(check->dtype), "the head's input"));
+    return epmoei_memory_alloc(run->backend, (void **)&run->device_got, rows * run->vocab_size * 4, "the logits");
+}
+
+static epmoe_status_t forward(const logits_run_t *run, int64_t x_bytes)
+{
+    if (!run->device_x) return epmoe_head_forward(run->head, run->x, run->got, run->num_tokens, NULL);
+    int64_t bytes = (int64_t)run->num_tokens * run->vocab_size * 4;
+    EPMOEI_CHECK(epmoei_memory_copy(run->backend, run->device_x, run->x, x_bytes, NULL));
+    EPMOEI_CHECK(epmoe_head_forward(run->head, run->device_x, run->device_got, run->num_tokens, NULL));
+    EPMOEI_CHECK(epmoei_memory_copy(run->backend, run->got, run->device_got, bytes, NULL));
+    return epmoei_stream_wait(run->backend, NULL);
 }
 
 static epmoe_status_t judge_logits(check_t *check, const char *item, logits_run_t *run, const float *x, int32_t hidden,
@@ -50,9 +68,9 @@ static epmoe_status_t judge_logits(check_t *check, const char *item, logits_run_
     golden_values_t golden = {.num_tokens = run->num_tokens, .out = run->out};
     check_outputs_t outputs = {.y = run->got};
     check_result_t result;
-    epmoei_from_f32(run->x, x, check->dtype, (int64_t)run->num_tokens * hidden);
-    EPMOEI_CHECK(
-        epmoe_comm_agree(check->program->comm, epmoe_head_forward(run->head, run->x, run->got, run->num_tokens, NULL)));
+    int64_t values = (int64_t)run->num_tokens * hidden;
+    epmoei_from_f32(run->x, x, check->dtype, values);
+    EPMOEI_CHECK(epmoe_comm_agree(check->program->comm, forward(run, values * epmoe_dtype_size(check->dtype))));
     width.hidden = run->vocab_size;
     check_moe(&width, &golden, &outputs, tolerance, run->left_out, true, &result);
     EPMOEI_CHECK(check_gather_worst(check, &result));
@@ -80,6 +98,8 @@ epmoe_status_t check_logits(check_t *check)
     epmoei_free(run.got);
     epmoei_free(run.x);
     epmoei_free(run.left_out);
+    epmoei_memory_free(run.backend, run.device_x);
+    epmoei_memory_free(run.backend, run.device_got);
     /* A head in a format that is not computed: every rank has found the same. */
     if (status != EPMOE_ERROR_NOT_SUPPORTED) return status;
     char text[320];

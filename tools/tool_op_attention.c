@@ -1,6 +1,8 @@
 #include "tools/tool_op_dense.h"
 
 #include "base/device.h"
+#include "dense_layers/attention.h"
+#include "dense_layers/sample.h"
 
 /* ------------------------------------------------------------------------------------------------------ attention */
 
@@ -71,6 +73,20 @@ static epmoe_status_t take_cache_shape(const op_context_t *context, epmoe_attent
     return EPMOE_OK;
 }
 
+/* A device takes lengths and blocks as they are. */
+static epmoe_status_t check_attention_data(const op_context_t *context, const epmoe_attention_args_t *args)
+{
+    epmoe_attention_args_t checked;
+    EPMOEI_CHECK(epmoei_attention_check(args, &checked));
+    if (args->backend != EPMOE_BACKEND_CUDA || checked.num_tokens == 0) return EPMOE_OK;
+    checked.block_table = op_tensor(context, "block_table")->host;
+    checked.seq_lens = op_tensor(context, "seq_lens")->host;
+    checked.query_start = op_tensor(context, "query_start")->host;
+    if (checked.k_scale) checked.k_scale = op_tensor(context, "k_scale")->host;
+    if (checked.v_scale) checked.v_scale = op_tensor(context, "v_scale")->host;
+    return epmoei_attention_check_data(&checked);
+}
+
 epmoe_status_t op_attention_run(op_context_t *context)
 {
     const op_value_t *q = op_tensor(context, "q"), *key_cache = op_tensor(context, "key_cache");
@@ -107,6 +123,9 @@ epmoe_status_t op_attention_run(op_context_t *context)
     int64_t row_bytes = (int64_t)args.num_heads * args.value_dim * epmoe_dtype_size(args.dtype);
     const int32_t *start = op_tensor(context, "query_start")->host;
     int32_t end = start[args.num_seqs];
+    EPMOEI_CHECK(check_attention_data(context, &args));
+    EPMOEI_CHECK(epmoe_attention_workspace_size(&args, &args.workspace_bytes));
+    if (args.workspace_bytes) args.workspace = op_scratch(context, args.workspace_bytes);
     EPMOEI_CHECK(epmoe_attention(&args, NULL));
     if (args.num_tokens == 0 || end >= args.num_tokens) return EPMOE_OK;
     return epmoei_memory_set(args.backend, (char *)args.o + end * row_bytes, 0, (args.num_tokens - end) * row_bytes,
@@ -143,7 +162,14 @@ epmoe_status_t op_sample_run(op_context_t *context)
     args.top_p = op_real(context, "top_p");
     args.min_p = op_real(context, "min_p");
     args.tokens = op_output(context, "token", EPMOE_I32, OP_SHAPE(args.num_rows));
-    return args.tokens ? epmoe_sample(&args, NULL) : OP_NO_MEMORY;
+    if (!args.tokens) return OP_NO_MEMORY;
+    if (args.backend == EPMOE_BACKEND_CUDA) {
+        epmoe_sample_args_t checked;
+        EPMOEI_CHECK(epmoei_sample_check(&args, &checked));
+        checked.uniform = op_tensor(context, "uniform")->host;
+        EPMOEI_CHECK(epmoei_sample_check_data(&checked));
+    }
+    return epmoe_sample(&args, NULL);
 }
 
 /* ---------------------------------------------------------------------------------------------------- spec_verify */

@@ -1274,7 +1274,8 @@ EPMOE_API epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x
  *     h    = x + attention(rms_norm(x))
  *     y    = h + mlp(rms_norm(h))
  * Every rank runs the attention of its own tokens with its own copy of the weights; the MLP is an epmoe_layer_t, whose
- * experts are spread over the ranks. CPU backend only: NOT_SUPPORTED on CUDA in this version. */
+ * experts are spread over the ranks. On CUDA it computes in bf16 and fp16 (matrices take the dtype of the MLP) with the
+ * hidden size, the heads together and MLA's widths but rope_dim multiples of 8: NOT_SUPPORTED otherwise. */
 
 typedef enum epmoe_attention_kind_t {
     EPMOE_ATTENTION_GQA = 0, /* heads of one width; H / Hk query heads share a key and a value head (Ainslie et al.
@@ -1305,8 +1306,8 @@ typedef struct epmoe_decoder_config_t {
     float latent_eps;  /* MLA: of the latents' norms; 0 = 1e-6 */
     epmoe_rope_style_t rope_style;
     epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
-                                     NULL: the layer makes its table; otherwise a filled one, borrowed until destroy,
-                                     which layers may share. struct_size may be 0. */
+                                     NULL: the layer makes its table; otherwise a filled one in the backend's memory,
+                                     borrowed until destroy, which layers may share. struct_size may be 0. */
     /* The cache: values as wide as keys, or with MLA none (keys of kv_latent + rope_dim columns, one head). */
     epmoe_cache_layout_t cache_layout;
     int32_t key_pack;          /* x of V1 */
@@ -1344,7 +1345,8 @@ EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder,
 /* New tokens of B sequences: all of a prompt, the next of each, or any mix. As in epmoe_attention_args_t, rows
  * query_start[b] .. query_start[b+1]-1 are the last tokens of sequence b, whose length seq_lens[b] counts them; their
  * positions and cache slots follow from seq_lens and block_table. A sequence of length 0 is padding: its rows go
- * through the layer without being cached. */
+ * through the layer without being cached. On CUDA all arrays are device memory, so that a captured forward serves every
+ * step of as many tokens and sequences: the device reads lengths and tables anew. */
 typedef struct epmoe_decoder_forward_args_t {
     size_t struct_size;
     int32_t num_tokens;         /* T <= max_tokens, may be 0; ranks may differ */
@@ -1371,11 +1373,12 @@ typedef struct epmoe_decoder_forward_args_t {
  * were; after a peer's error the cache may hold this rank's new tokens, y is not written.
  * Errors of the arguments: INVALID_ARGUMENT for sizes out of range, NULL pointers, query_start that does not ascend
  * from 0 to T, a sequence with more queries than tokens, longer than the table of positions or than M * S, a block
- * outside the cache. BAD_STATE before weights were loaded. */
+ * outside the cache; of these, on CUDA only sizes and pointers are looked at, and what the cache or the table of
+ * positions does not have is skipped and reported as a bad id by a later call. BAD_STATE before weights were loaded. */
 EPMOE_API epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
                                                epmoe_stream_t stream);
 
-/* What follows the last decoder layer: logits = rms_norm(x) w^T, fp32. CPU backend only. */
+/* What follows the last decoder layer: logits = rms_norm(x) w^T, fp32. On CUDA x is bf16 or fp16, and so is w. */
 typedef struct epmoe_head epmoe_head_t;
 
 typedef struct epmoe_head_config_t {
@@ -1391,8 +1394,8 @@ typedef struct epmoe_head_config_t {
 
 EPMOE_API epmoe_status_t epmoe_checkpoint_head_config(const epmoe_checkpoint_t *checkpoint,
                                                       epmoe_head_config_t *config);
-/* Allocates all that forward needs. INVALID_ARGUMENT for sizes out of range, NOT_SUPPORTED on CUDA; *head is NULL then.
- */
+/* Allocates all that forward needs. INVALID_ARGUMENT for sizes out of range; NOT_SUPPORTED on CUDA for fp32 and for a
+ * hidden size that is no multiple of 8. *head is NULL then. */
 EPMOE_API epmoe_status_t epmoe_head_create(const epmoe_head_config_t *config, epmoe_head_t **head);
 EPMOE_API void epmoe_head_destroy(epmoe_head_t *head); /* NULL is legal */
 /* The final norm, and lm_head or, where the model ties them, the embedding. Local. After a failure the head has no
