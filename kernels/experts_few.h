@@ -28,14 +28,15 @@ extern "C" {
 
 /* A block of `down` holds what it knows of every slot in shared memory. */
 enum { EPMOEI_EXPERTS_FEW_MOST_TOKENS = 8 };
-/* The same of the kernels for quantised weights, and most bytes of scales of a row and 64 columns. */
-enum { EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS = 4, EPMOEI_EXPERTS_FEW_QUANT_SCALES = 4 };
+/* The same of the kernels for quantised weights. */
+enum { EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS = 4 };
 
 /* Both are functions of sizes, dtypes and formats alone. Whether the kernels can run: T in 1..8, k in 1..32,
  * activations and weights all bf16 or all fp16, d and f multiples of 8, f at most 262140. */
 bool epmoei_experts_few_can(const epmoe_experts_args_t *args);
 /* The same of those for quantised weights: T in 1..4, both weights FP8_BLOCK, W4 or MXFP4 as
- * kernels/grouped_gemm_quant.h wants them, of W4 at most 4 bytes of scales of a row and 64 columns; no fp8_activations.
+ * kernels/grouped_gemm_quant.h wants them, groups (of W4 also) 32 or 64, multiples of 128 or all columns, without an
+ * order of columns; no fp8_activations.
  * The launchers above take either kind. */
 bool epmoei_experts_few_quant_can(const epmoe_experts_args_t *args);
 /* Whether either can, and is the faster way. */

@@ -1,8 +1,9 @@
 /* The experts of very few tokens on quantised weights; the contract stands at kernels/experts_few.h. Memory bounds
- * these kernels: a warp walks the blocks of 64 columns of 16 device rows (kernels/grouped_gemm_quant.h), whose codes
- * are copied to its own part of shared memory kAhead blocks before it uses them, and multiplies them on the tensor
- * cores with the vectors of up to four tokens that chose the expert. One load of 16 bytes a lane is a block's codes
- * (FP8: two).
+ * these kernels: a warp walks the columns of 16 device rows (kernels/grouped_gemm_quant.h), 128 a stage, whose codes
+ * are copied to its own part of shared memory some stages before it uses them, and multiplies them on the tensor cores
+ * with the vectors of up to two slots that chose the expert. Little but the widening of the codes is left to do by a
+ * stage: its place in shared memory is known when this is compiled, and where its copies come from is a step from the
+ * last.
  *
  *   gate_up   a block makes 16 columns of h: two parts of 16 device rows, gate and up of 8 columns each, by four warps
  *             that share the sum over K
@@ -20,50 +21,51 @@ namespace
 
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
-constexpr int kMembers = 4; /* vectors that a warp multiplies with */
+constexpr int kMembers = 2; /* vectors that a warp multiplies with */
 constexpr int kParts = 2;   /* gate_up: of 16 device rows */
 constexpr int kSplits = kWarps / kParts;
 constexpr int kColumns = 16; /* of h or y that a block makes */
-constexpr int kSteps = EPMOEI_TILE_COLS / 16;
+constexpr int kHalves = 2;   /* of a stage, 64 columns each */
+constexpr int kStageCols = kHalves * EPMOEI_TILE_COLS;
+constexpr int kSteps = EPMOEI_TILE_COLS / 16; /* of half a stage */
 constexpr int kMaxSlots = EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS * EPMOE_MAX_TOP_K;
 static_assert(kMaxSlots <= kThreads, "a thread of down for each slot");
+static_assert(kMembers * kStageCols * 2 == 32 * 16, "a lane copies one piece of the vectors");
 
 struct few_params_t {
     epmoe_experts_args_t args;
     quant_params_t weight; /* gate_up or down */
     void *h;               /* [T*k,f] */
-    const int32_t *order;  /* [E,K] or NULL */
     int32_t *error_word;   /* gate_up */
-    int32_t part_bits;     /* down: a row has 1 << part_bits parts, each of part_blocks blocks of 64 columns */
-    int32_t part_blocks;
+    int32_t part_bits;     /* down: a row has 1 << part_bits parts, each of part_stages stages */
+    int32_t part_stages;
 };
 
-/* A warp's shared memory: kAhead + 1 slots, each with what one block needs. In bytes: codes, vectors, scales and zeros
- * of W4 and MXFP4. */
-template <epmoe_format_t kFormat> struct slot {
+/* A warp's shared memory: kSlots stages. In bytes: codes, vectors, scales and zeros of W4 and MXFP4. kGroups: of a
+ * stage, whose scales each have a row of their own; 1 where groups are whole stages. */
+template <epmoe_format_t kFormat, int kGroups> struct slot {
     static constexpr bool kTiled = kFormat != EPMOE_FORMAT_FP8_BLOCK;
-    static constexpr int kAhead = kTiled ? 5 : 6;
-    static constexpr int kCodes = kTiled ? 512 : 1024;
-    static constexpr int kVectors = kMembers * EPMOEI_TILE_COLS * 2;
-    static constexpr int kScales = kTiled ? EPMOEI_EXPERTS_FEW_QUANT_SCALES * 16 : 0;
-    static constexpr int kZeros = kFormat == EPMOE_FORMAT_W4 ? 64 : 0;
+    static constexpr int kSlots = 4;
+    static constexpr int kCodes = kTiled ? 1024 : 2048;
+    static constexpr int kVectors = kMembers * kStageCols * 2;
+    static constexpr int kScales = !kTiled ? 0 : kFormat == EPMOE_FORMAT_MXFP4 ? kGroups * 16 : kGroups * 64;
+    static constexpr int kZeros = kFormat == EPMOE_FORMAT_W4 ? kGroups * 16 : 0;
     static constexpr int kBytes = kCodes + kVectors + kScales + kZeros;
-    static constexpr int kWarpBytes = (kAhead + 1) * kBytes;
-    /* Blocks of an SM: what registers and shared memory hold. A block of columns of FP8 is more bytes for as much work:
-     * fewer warps will do. */
+    static constexpr int kWarpBytes = kSlots * kBytes;
+    /* Blocks of an SM: what registers hold. A stage of FP8 is more bytes for as much work: fewer warps will do. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     static constexpr int kBlocksPerSm = 2;
 #else
-    static constexpr int kBlocksPerSm = kTiled ? 3 : 2;
+    static constexpr int kBlocksPerSm = kTiled && kGroups == 1 ? 3 : 2;
 #endif
 };
 
 /* ------------------------------------------------------------------------------------------------- device helpers */
 
-/* Of a row of vectors in a slot: no two of the four rows' chunks share banks, nor their pairs of chunks. */
+/* Of the vectors in a slot: neither of the two rows' chunks of 16 bytes shares banks with the other's. */
 __device__ __forceinline__ uint32_t swizzle(int row, int chunk)
 {
-    return (uint32_t)(row * EPMOEI_TILE_COLS * 2 + ((chunk ^ row) << 4));
+    return (uint32_t)(row * kStageCols * 2 + ((chunk ^ row) << 4));
 }
 
 /* Removes up to kMembers of `members` and leaves their bits' numbers; returns how many. */
@@ -79,232 +81,295 @@ __device__ __forceinline__ int32_t take_members(int32_t (&bits)[kMembers], uint3
     return count;
 }
 
-/* bits[m] without an index into registers. */
-__device__ __forceinline__ int32_t pick(const int32_t (&bits)[kMembers], int32_t m)
-{
-    static_assert(kMembers == 4, "one selection more a member");
-    return m == 0 ? bits[0] : m == 1 ? bits[1] : m == 2 ? bits[2] : bits[3];
-}
-
-/* What a warp multiplies: 16 device rows of one expert from a block of columns on, with some vectors. */
+/* What a warp multiplies: 16 device rows of one expert in some stages, with one or two vectors. */
 struct task_t {
     int32_t expert;
-    int32_t row;         /* first device row */
-    int32_t first_block; /* of 64 columns */
-    int32_t end_block;
+    int32_t row; /* first device row */
+    int32_t first_stage;
+    int32_t end_stage;
     int32_t vectors;        /* 1..kMembers */
-    const uint16_t *vector; /* that lanes 8m..8m+7 copy: of member m; NULL = none */
+    const uint16_t *vector; /* that lanes 16m..16m+15 copy: of member m; NULL = none */
 };
 
-template <typename T, epmoe_format_t kFormat> struct walk_t {
-    const char *codes[2]; /* of this lane, in block 0 of the columns; FP8: of rows lane/4 and lane/4 + 8 */
-    const char *scales;   /* W4, MXFP4: of the 16 rows, in group 0 */
-    const char *zeros;
-    const int32_t *order;
-    int32_t scale_rows[2]; /* FP8: within the expert's */
-    bool valid[2];
+/* Where a lane's next copies come from. Of what ends: the stage from which on zeros take its place. */
+struct walk_t {
+    const char *codes[2]; /* FP8: of rows lane/4 and lane/4 + 8 */
+    int32_t ends[2];      /* W4, MXFP4: [1] of the second half; FP8: of the halves, less those of rows that are none */
+    const char *vector;   /* NULL = none */
+    int32_t vector_end;
+    /* W4, MXFP4: of the lanes that copy 16 bytes of scales or of zeros. */
+    const char *meta;
+    uint32_t meta_to; /* within a slot */
+    bool has_meta;
+    int32_t meta_end;
+    int32_t meta_step;    /* bytes, */
+    int32_t meta_stages;  /* after so many stages */
+    int32_t meta_left;    /* until then */
+    int64_t scales_at[2]; /* FP8: of the group after the one in hand */
+    bool rows[2];         /* FP8 */
 };
 
-template <typename T, epmoe_format_t kFormat>
-__device__ __forceinline__ walk_t<T, kFormat> begin_walk(const few_params_t &p, const task_t &task)
+/* The stages of k columns that a piece of them from `first` on is in. */
+__device__ __forceinline__ int32_t stages_with(int32_t k, int32_t first)
 {
+    return (k - first + kStageCols - 1) / kStageCols;
+}
+
+template <epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ walk_t begin_walk(const few_params_t &p, const task_t &task)
+{
+    using Slot = slot<kFormat, kGroups>;
     const quant_params_t &w = p.weight;
-    const int32_t lane = threadIdx.x % 32;
-    walk_t<T, kFormat> walk = {};
-    walk.order = p.order ? p.order + (int64_t)task.expert * w.gemm.k : nullptr;
-    if (slot<kFormat>::kTiled) {
-        const int64_t tile = (int64_t)task.expert * w.tiles + task.row / EPMOEI_TILE_ROWS;
-        const int32_t part = task.row % EPMOEI_TILE_ROWS / 16;
-        const int64_t blocks = (w.gemm.k + EPMOEI_TILE_COLS - 1) / EPMOEI_TILE_COLS;
-        walk.codes[0] = (const char *)w.gemm.w + tile * blocks * EPMOEI_TILE_BYTES + part * 512 + lane * 16;
-        walk.scales = (const char *)w.scales + (tile * w.groups * EPMOEI_TILE_ROWS + part * 16) * w.scale_bytes;
-        if (w.zeros) walk.zeros = (const char *)w.zeros + tile * w.groups * EPMOEI_TILE_ROWS + part * 16;
-    } else {
+    const int32_t lane = threadIdx.x % 32, first = task.first_stage, k = w.gemm.k;
+    walk_t walk = {};
+    walk.vector = (const char *)task.vector;
+    if (walk.vector) walk.vector += (first * kStageCols + lane % 16 * 8) * 2;
+    walk.vector_end = stages_with(k, lane % 16 * 8);
+    walk.meta_stages = w.groups == 1 ? INT32_MAX : kGroups > 1 ? 1 : w.group / kStageCols;
+    walk.meta_left = walk.meta_stages - first % walk.meta_stages;
+    const int32_t group = first / walk.meta_stages;
+    if (!Slot::kTiled) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int32_t row = task.row + h * 8 + lane / 4, at = quant_fp8_row(w.gemm, row);
-            walk.valid[h] = at < w.gemm.n;
-            walk.codes[h] = (const char *)w.gemm.w +
-                            (walk.valid[h] ? ((int64_t)task.expert * w.gemm.n + at) * w.gemm.k : 0) + lane % 4 * 16;
-            walk.scale_rows[h] = (int32_t)quant_fp8_scales(w, 0, row);
+            walk.rows[h] = at < w.gemm.n;
+            walk.codes[h] = (const char *)w.gemm.w;
+            if (walk.rows[h]) walk.codes[h] += ((int64_t)task.expert * w.gemm.n + at) * k;
+            walk.codes[h] += lane % 4 * 16 + (int64_t)first * kStageCols;
+            walk.ends[h] = stages_with(k, h * EPMOEI_TILE_COLS + lane % 4 * 16);
+            walk.scales_at[h] = quant_fp8_scales(w, task.expert, row) + group;
         }
+        return walk;
     }
+    const int64_t tile = (int64_t)task.expert * w.tiles + task.row / EPMOEI_TILE_ROWS;
+    const int32_t part = task.row % EPMOEI_TILE_ROWS / 16;
+    const int64_t blocks = (k + EPMOEI_TILE_COLS - 1) / EPMOEI_TILE_COLS;
+    walk.codes[0] =
+        (const char *)w.gemm.w + (tile * blocks + first * kHalves) * EPMOEI_TILE_BYTES + part * 512 + lane * 16;
+    walk.ends[1] = stages_with(k, EPMOEI_TILE_COLS);
+    /* 16 rows' scales of a group are scale_bytes pieces of 16 bytes, their zeros one; the next group's lie 64 rows
+     * further. */
+    const bool zeros = lane >= 16;
+    const int32_t bytes = zeros ? 1 : w.scale_bytes, piece = lane % 16 % bytes, own = lane % 16 / bytes;
+    walk.has_meta = own < kGroups && (!zeros || (Slot::kZeros && w.zeros));
+    walk.meta_to = Slot::kCodes + Slot::kVectors + (zeros ? Slot::kScales : 0) + lane % 16 * 16;
+    walk.meta_step = kGroups * EPMOEI_TILE_ROWS * bytes;
+    walk.meta_end = kGroups > 1 ? (w.groups - own + kGroups - 1) / kGroups : INT32_MAX;
+    walk.meta = (zeros ? (const char *)w.zeros : (const char *)w.scales) +
+                ((tile * w.groups + (int64_t)group * kGroups + own) * EPMOEI_TILE_ROWS + part * 16) * bytes +
+                piece * 16;
     return walk;
 }
 
-/* Codes, scales and zeros of one block into a slot. */
-template <typename T, epmoe_format_t kFormat>
-__device__ __forceinline__ void copy_weights(const few_params_t &p, const walk_t<T, kFormat> &walk, uint32_t to,
-                                             int32_t block)
+/* Codes, scales and zeros of the next stage, which is number `stage`, into the slot at `to`. */
+template <epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ void copy_weights(walk_t &walk, uint32_t to, int32_t stage)
 {
-    using Slot = slot<kFormat>;
-    const quant_params_t &w = p.weight;
     const int32_t lane = threadIdx.x % 32;
-    if (!Slot::kTiled) {
-        const bool there = block * EPMOEI_TILE_COLS + lane % 4 * 16 < w.gemm.k;
+    if (!slot<kFormat, kGroups>::kTiled) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const bool valid = there && walk.valid[h];
-            ptx_cp_async_16(to + (h * 32 + lane) * 16, walk.codes[h] + (valid ? (int64_t)block * EPMOEI_TILE_COLS : 0),
-                            valid ? 16 : 0);
-        }
-        return;
-    }
-    ptx_cp_async_16(to + lane * 16, walk.codes[0] + (int64_t)block * EPMOEI_TILE_BYTES, 16);
-    const int32_t in_block = kSteps >> w.group_shift;
-    const int32_t first = in_block > 1 ? block * in_block : block * EPMOEI_TILE_COLS / w.group;
-    /* 16 rows' scales of a group are scale_bytes pieces of 16 bytes, the next group's lie 64 rows further. */
-    if (lane < in_block * w.scale_bytes) {
-        const int32_t group = lane / w.scale_bytes, piece = lane - group * w.scale_bytes;
-        const bool valid = first + group < w.groups;
-        const char *from = walk.scales + (int64_t)(first + (valid ? group : 0)) * EPMOEI_TILE_ROWS * w.scale_bytes;
-        ptx_cp_async_16(to + Slot::kCodes + Slot::kVectors + lane * 16, from + piece * 16, valid ? 16 : 0);
-    }
-    if (Slot::kZeros && walk.zeros && lane >= 16 && lane < 16 + in_block) {
-        const int32_t group = lane - 16;
-        const bool valid = first + group < w.groups;
-        ptx_cp_async_16(to + Slot::kCodes + Slot::kVectors + Slot::kScales + group * 16,
-                        walk.zeros + (int64_t)(first + (valid ? group : 0)) * EPMOEI_TILE_ROWS, valid ? 16 : 0);
-    }
-}
-
-/* A lane's eight columns of one vector, in the order of the weights' columns. */
-template <typename T, epmoe_format_t kFormat>
-__device__ __forceinline__ void copy_vectors(const few_params_t &p, const walk_t<T, kFormat> &walk, const task_t &task,
-                                             char *slots, uint32_t to, int32_t block)
-{
-    const int32_t lane = threadIdx.x % 32, col = block * EPMOEI_TILE_COLS + lane % 8 * 8;
-    const uint32_t at = slot<kFormat>::kCodes + swizzle(lane / 8, lane % 8);
-    if (!task.vector) return;
-    const bool valid = col < p.weight.gemm.k;
-    if (!walk.order) {
-        ptx_cp_async_ca_16(to + at, task.vector + (valid ? col : 0), valid ? 16 : 0);
-        return;
-    }
-    uint4 piece = make_uint4(0, 0, 0, 0);
-    if (valid) {
-        const int4 a = *(const int4 *)(walk.order + col), b = *(const int4 *)(walk.order + col + 4);
-        const uint16_t *v = task.vector;
-        piece = make_uint4(v[a.x] | (uint32_t)v[a.y] << 16, v[a.z] | (uint32_t)v[a.w] << 16,
-                           v[b.x] | (uint32_t)v[b.y] << 16, v[b.z] | (uint32_t)v[b.w] << 16);
-    }
-    *(uint4 *)(slots + at) = piece;
-}
-
-/* acc += one block; acc as m16n8k16 has it, columns 0..3 the vectors. FP8: scales of rows lane/4 and lane/4 + 8. */
-template <typename T, epmoe_format_t kFormat>
-__device__ __forceinline__ void multiply_block(float (&acc)[4], const few_params_t &p, const char *at, int32_t vectors,
-                                               const float (&scales)[2], uint32_t (&nan)[2])
-{
-    using Slot = slot<kFormat>;
-    const quant_params_t &w = p.weight;
-    const int32_t lane = threadIdx.x % 32;
-    const char *meta = at + Slot::kCodes + Slot::kVectors;
-    uint32_t b[kSteps][2];
-    uint4 words[2];
-    words[0] = *(const uint4 *)(at + lane * 16);
-    if (!Slot::kTiled) {
-        /* As in the grouped GEMM a word of codes is one lane's: here columns 16 (lane%4) + 4 s to + 3 of step s. */
-        words[1] = *(const uint4 *)(at + 512 + lane * 16);
-        const int32_t row = lane / 4 < vectors ? lane / 4 : 0;
-        const uint4 low = *(const uint4 *)(at + Slot::kCodes + swizzle(row, lane % 4 * 2));
-        const uint4 high = *(const uint4 *)(at + Slot::kCodes + swizzle(row, lane % 4 * 2 + 1));
-        b[0][0] = low.x, b[0][1] = low.y, b[1][0] = low.z, b[1][1] = low.w;
-        b[2][0] = high.x, b[2][1] = high.y, b[3][0] = high.z, b[3][1] = high.w;
-    } else {
-        const int32_t row = lane % 8 < vectors ? lane % 8 : 0;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t r[4];
-            ptx_ldmatrix_x4(r, ptx_shared_address(at + Slot::kCodes) + swizzle(row, 4 * i + lane / 8));
-            b[2 * i][0] = r[0], b[2 * i][1] = r[1], b[2 * i + 1][0] = r[2], b[2 * i + 1][1] = r[3];
+            for (int half = 0; half < kHalves; half++)
+                ptx_cp_async_16(to + half * 1024 + h * 512 + lane * 16, walk.codes[h] + half * EPMOEI_TILE_COLS,
+                                walk.rows[h] && stage < walk.ends[half] ? 16 : 0);
+            walk.codes[h] += kStageCols;
         }
+        return;
     }
+    ptx_cp_async_16(to + lane * 16, walk.codes[0], 16);
+    ptx_cp_async_16(to + 512 + lane * 16, walk.codes[0] + EPMOEI_TILE_BYTES, stage < walk.ends[1] ? 16 : 0);
+    walk.codes[0] += kHalves * EPMOEI_TILE_BYTES;
+    if (walk.has_meta) ptx_cp_async_16(to + walk.meta_to, walk.meta, stage < walk.meta_end ? 16 : 0);
+    if (kGroups > 1) {
+        walk.meta += walk.meta_step;
+    } else if (--walk.meta_left == 0) {
+        walk.meta += walk.meta_step;
+        walk.meta_left = walk.meta_stages;
+    }
+}
+
+/* A lane's eight columns of one vector. */
+template <epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ void copy_vectors(walk_t &walk, uint32_t to, int32_t stage)
+{
+    const int32_t lane = threadIdx.x % 32;
+    if (!walk.vector) return;
+    ptx_cp_async_ca_16(to + slot<kFormat, kGroups>::kCodes + swizzle(lane / 16, lane % 16), walk.vector,
+                       stage < walk.vector_end ? 16 : 0);
+    walk.vector += kStageCols * 2;
+}
+
+/* Scales of rows lane/4 and lane/4 + 8 from 16 rows' in shared memory. */
+template <epmoe_format_t kFormat>
+__device__ __forceinline__ float2 load_scales(const quant_params_t &w, uint32_t scales)
+{
+    const uint32_t pair = threadIdx.x % 32 / 4;
+    if (kFormat != EPMOE_FORMAT_MXFP4 && w.scale_bytes == 2) {
+        const uint32_t bits = ptx_load_shared_4(scales + pair * 4);
+        if (w.scales_dtype == EPMOE_BF16)
+            return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u));
+        return __half22float2(*(const __half2 *)&bits);
+    }
+    if (kFormat != EPMOE_FORMAT_MXFP4 && w.scale_bytes == 4) {
+        return make_float2(__uint_as_float(ptx_load_shared_4(scales + pair * 8)),
+                           __uint_as_float(ptx_load_shared_4(scales + pair * 8 + 4)));
+    }
+    const uint32_t bits = ptx_load_shared_2(scales + pair * 2);
+    return make_float2(quant_scale(bits & 255, EPMOE_F8_E8M0), quant_scale(bits >> 8, EPMOE_F8_E8M0));
+}
+
+/* What a lane reads of any slot: where in it. */
+struct places_t {
+    uint32_t codes;
+    uint32_t vectors[2]; /* of the first half's first 16 bytes; FP8: of both 16 bytes of a quarter */
+};
+
+template <epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ places_t find_places(uint32_t base, int32_t vectors)
+{
+    using Slot = slot<kFormat, kGroups>;
+    const int32_t lane = threadIdx.x % 32;
+    /* Columns of operand B that are nobody's repeat the first vector. */
+    const int32_t column = Slot::kTiled ? lane % 8 : lane / 4, row = column < vectors ? column : 0;
+    places_t places;
+    places.codes = base + lane * 16;
+    if (Slot::kTiled)
+        places.vectors[0] = places.vectors[1] = base + Slot::kCodes + swizzle(row, lane / 8);
+    else
+        for (int i = 0; i < 2; i++) places.vectors[i] = base + Slot::kCodes + swizzle(row, lane % 4 * 2 + i);
+    return places;
+}
+
+/* acc += one stage, in the slot `at` bytes behind the first; acc as m16n8k16 has it, columns 0 and 1 the vectors. FP8:
+ * scales of rows lane/4 and lane/4 + 8. */
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ void multiply_stage(float (&acc)[4], const quant_params_t &w, const places_t &places,
+                                               uint32_t base, uint32_t at, const float (&scales)[2], uint32_t (&nan)[2])
+{
+    using Slot = slot<kFormat, kGroups>;
+    constexpr int kGroupSteps = kHalves * kSteps / kGroups;
+    const uint32_t meta = base + at + Slot::kCodes + Slot::kVectors;
     float part[4] = {};
     uint32_t zeros[2] = {quant_w4_zero<T>(8), quant_w4_zero<T>(8)};
-    const int32_t steps = 1 << w.group_shift; /* of a group, or all four */
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-        const int32_t group = s >> w.group_shift;
-        uint32_t a[4];
-        if (kFormat == EPMOE_FORMAT_W4) {
-            if (w.zeros && s % steps == 0) {
-                const uint32_t pair = ((const uint16_t *)(meta + Slot::kScales + group * 16))[lane / 4];
-                zeros[0] = quant_w4_zero<T>(pair & 255);
-                zeros[1] = quant_w4_zero<T>(pair >> 8);
+    for (int half = 0; half < kHalves; half++) {
+        uint32_t b[kSteps][2];
+        uint32_t words[2][4];
+        if (Slot::kTiled) {
+            ptx_load_shared_16(words[0], places.codes + at + half * 512);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                uint32_t r[4];
+                ptx_ldmatrix_x4(r, places.vectors[0] + at + half * 128 + i * 64);
+                b[2 * i][0] = r[0], b[2 * i][1] = r[1], b[2 * i + 1][0] = r[2], b[2 * i + 1][1] = r[3];
             }
-            quant_w4_fragment<T>(a, quant_word_of(words[0], s), zeros);
-        } else if (kFormat == EPMOE_FORMAT_MXFP4) {
-            quant_mxfp4_fragment<T>(a, quant_word_of(words[0], s));
         } else {
+            /* As in the grouped GEMM a word of codes is one lane's: here columns 16 (lane%4) + 4 s to + 3 of step s. */
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const uint32_t codes = quant_word_of(words[h], s);
-                uint32_t pairs[2];
-                quant_e4m3_pairs<T>(pairs, __byte_perm(codes, 0, 0x3120));
-                a[h] = pairs[0];
-                a[h + 2] = pairs[1];
-                nan[h] |= quant_e4m3_nan(codes);
+            for (int h = 0; h < 2; h++) ptx_load_shared_16(words[h], places.codes + at + half * 1024 + h * 512);
+            uint32_t x[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                ptx_load_shared_16(x[i], places.vectors[i] + at + half * 128);
+                b[2 * i][0] = x[i][0], b[2 * i][1] = x[i][1], b[2 * i + 1][0] = x[i][2], b[2 * i + 1][1] = x[i][3];
             }
         }
-        ptx_mma_16816(part, a, b[s][0], b[s][1], T());
-        if ((s + 1) % steps && s != kSteps - 1) continue;
-        const float2 scale = Slot::kTiled ? quant_scale_pair(w, meta + group * 16 * w.scale_bytes, lane / 4)
-                                          : make_float2(scales[0], scales[1]);
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            acc[c] = fmaf(c < 2 ? scale.x : scale.y, part[c], acc[c]);
-            part[c] = 0.0f;
+        for (int s = 0; s < kSteps; s++) {
+            const int step = half * kSteps + s, group = step / kGroupSteps;
+            uint32_t a[4];
+            if (kFormat == EPMOE_FORMAT_W4) {
+                if (w.zeros && step % kGroupSteps == 0) {
+                    const uint32_t pair =
+                        ptx_load_shared_2(meta + Slot::kScales + group * 16 + threadIdx.x % 32 / 4 * 2);
+                    zeros[0] = quant_w4_zero<T>(pair & 255);
+                    zeros[1] = quant_w4_zero<T>(pair >> 8);
+                }
+                quant_w4_fragment<T>(a, words[0][s], zeros);
+            } else if (kFormat == EPMOE_FORMAT_MXFP4) {
+                quant_mxfp4_fragment<T>(a, words[0][s]);
+            } else {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint32_t codes = words[h][s];
+                    uint32_t pairs[2];
+                    quant_e4m3_pairs<T>(pairs, __byte_perm(codes, 0, 0x3120));
+                    a[h] = pairs[0];
+                    a[h + 2] = pairs[1];
+                    nan[h] |= quant_e4m3_nan(codes);
+                }
+            }
+            ptx_mma_16816(part, a, b[s][0], b[s][1], T());
+            if ((step + 1) % kGroupSteps) continue;
+            const float2 scale = Slot::kTiled ? load_scales<kFormat>(w, meta + group * 16 * w.scale_bytes)
+                                              : make_float2(scales[0], scales[1]);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                acc[c] = fmaf(c < 2 ? scale.x : scale.y, part[c], acc[c]);
+                part[c] = 0.0f;
+            }
         }
     }
 }
 
-/* acc = the task's sums. `slots` is this warp's. `waits`: what the vectors hold may still be on its way, and this is
- * the first to read them. */
-template <typename T, epmoe_format_t kFormat>
-__device__ __forceinline__ void multiply(float (&acc)[4], const few_params_t &p, const task_t &task, char *slots,
+/* acc = the task's sums. `base` is this warp's shared memory. `waits`: what the vectors hold may still be on its way,
+ * and this is the first to read them. */
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ void multiply(float (&acc)[4], const few_params_t &p, const task_t &task, uint32_t base,
                                          bool waits)
 {
-    using Slot = slot<kFormat>;
-    constexpr int kAhead = Slot::kAhead;
+    using Slot = slot<kFormat, kGroups>;
+    constexpr int kSlots = Slot::kSlots;
     const quant_params_t &w = p.weight;
-    const walk_t<T, kFormat> walk = begin_walk<T, kFormat>(p, task);
-    const int32_t count = task.end_block - task.first_block;
-    const uint32_t base = ptx_shared_address(slots);
+    walk_t walk = begin_walk<kFormat, kGroups>(p, task);
     __syncwarp(); /* the slots are free */
 #pragma unroll
-    for (int i = 0; i < kAhead; i++)
-        if (i < count) copy_weights(p, walk, base + i * Slot::kBytes, task.first_block + i);
+    for (int i = 0; i < kSlots - 1; i++)
+        if (task.first_stage + i < task.end_stage)
+            copy_weights<kFormat, kGroups>(walk, base + i * Slot::kBytes, task.first_stage + i);
     if (waits) epmoei_begin_dependent();
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-        if (i < count)
-            copy_vectors(p, walk, task, slots + i * Slot::kBytes, base + i * Slot::kBytes, task.first_block + i);
+    for (int i = 0; i < kSlots - 1; i++) {
+        if (task.first_stage + i < task.end_stage)
+            copy_vectors<kFormat, kGroups>(walk, base + i * Slot::kBytes, task.first_stage + i);
         ptx_cp_async_commit();
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) acc[c] = 0.0f;
-    float scales[2] = {};
+    float scales[2] = {}, next_scales[2] = {};
     uint32_t nan[2] = {};
-    int32_t at = 0, to = kAhead; /* slots */
-    for (int32_t i = 0; i < count; i++) {
-        ptx_cp_async_wait<kAhead - 1>();
-        __syncwarp();
-        if (i + kAhead < count) {
-            const int32_t block = task.first_block + i + kAhead;
-            copy_weights(p, walk, base + (uint32_t)(to * Slot::kBytes), block);
-            copy_vectors(p, walk, task, slots + to * Slot::kBytes, base + (uint32_t)(to * Slot::kBytes), block);
-        }
-        ptx_cp_async_commit();
-        if (!Slot::kTiled) {
-            const int32_t group = (task.first_block + i) * EPMOEI_TILE_COLS / w.group;
-            const int64_t scales_at = (int64_t)task.expert * w.row_blocks * w.groups + group;
+    int32_t left = walk.meta_left; /* FP8: stages until the next group */
+    if (!Slot::kTiled)
 #pragma unroll
-            for (int h = 0; h < 2; h++) scales[h] = quant_load_scale(w, scales_at + walk.scale_rows[h]);
+        for (int h = 0; h < 2; h++) {
+            scales[h] = quant_load_scale(w, walk.scales_at[h]++);
+            if (task.end_stage - task.first_stage > left) next_scales[h] = quant_load_scale(w, walk.scales_at[h]);
         }
-        multiply_block<T, kFormat>(acc, p, slots + at * Slot::kBytes, task.vectors, scales, nan);
-        at = at == kAhead ? 0 : at + 1;
-        to = to == kAhead ? 0 : to + 1;
+    const places_t places = find_places<kFormat, kGroups>(base, task.vectors);
+    for (int32_t stage = task.first_stage; stage < task.end_stage;) {
+#pragma unroll
+        for (int s = 0; s < kSlots; s++) {
+            if (stage >= task.end_stage) break;
+            ptx_cp_async_wait<kSlots - 2>();
+            __syncwarp();
+            if (stage + kSlots - 1 < task.end_stage) {
+                const uint32_t to = base + (s + kSlots - 1) % kSlots * Slot::kBytes;
+                copy_weights<kFormat, kGroups>(walk, to, stage + kSlots - 1);
+                copy_vectors<kFormat, kGroups>(walk, to, stage + kSlots - 1);
+            }
+            ptx_cp_async_commit();
+            multiply_stage<T, kFormat, kGroups>(acc, w, places, base, s * Slot::kBytes, scales, nan);
+            stage++;
+            if (Slot::kTiled || --left > 0) continue;
+            left = walk.meta_stages;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                scales[h] = next_scales[h];
+                walk.scales_at[h]++;
+                if (task.end_stage - stage > left) next_scales[h] = quant_load_scale(w, walk.scales_at[h]);
+            }
+        }
     }
     ptx_cp_async_wait<0>();
     if (!Slot::kTiled)
@@ -320,8 +385,8 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const few_params_t &p,
 
 /* Slots vary fastest over the grid. Of the slots of one expert, within 32 neighbours, the first one's blocks do the
  * work. */
-template <typename T, epmoe_format_t kFormat>
-__global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) gate_up_kernel(const few_params_t p)
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm) gate_up_kernel(const few_params_t p)
 {
     extern __shared__ __align__(128) char shared[];
     __shared__ float sums[kWarps][16][kMembers];
@@ -341,27 +406,26 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) gate_up
     uint32_t members = __ballot_sync(kAll, id == expert);
     if (members & ((1u << own) - 1)) return;
 
-    const int32_t blocks = (args.hidden + EPMOEI_TILE_COLS - 1) / EPMOEI_TILE_COLS;
-    const int32_t split_blocks = (blocks + kSplits - 1) / kSplits;
+    const int32_t stages = stages_with(args.hidden, 0), split_stages = (stages + kSplits - 1) / kSplits;
     task_t task = {};
     task.expert = expert;
     task.row = ((int32_t)blockIdx.y * kParts + part) * 16;
-    task.first_block = min(split * split_blocks, blocks);
-    task.end_block = min(task.first_block + split_blocks, blocks);
-    if (task.row / 2 >= args.intermediate) task.end_block = task.first_block;
+    task.first_stage = min(split * split_stages, stages);
+    task.end_stage = min(task.first_stage + split_stages, stages);
+    if (task.row / 2 >= args.intermediate) task.end_stage = task.first_stage;
     while (members) {
         int32_t bits[kMembers];
         task.vectors = take_members(bits, members);
-        const int32_t mine = lane / 8;
-        const int32_t bit = pick(bits, mine);
+        const int32_t mine = lane / 16, bit = mine ? bits[1] : bits[0];
         task.vector = mine < task.vectors
                           ? (const uint16_t *)args.x + (int64_t)((first + bit) / args.top_k) * args.hidden
                           : nullptr;
         float acc[4];
-        multiply<T, kFormat>(acc, p, task, shared + warp * slot<kFormat>::kWarpBytes, false);
-        if (lane % 4 < kMembers / 2)
+        multiply<T, kFormat, kGroups>(acc, p, task,
+                                      ptx_shared_address(shared) + warp * slot<kFormat, kGroups>::kWarpBytes, false);
+        if (lane % 4 == 0)
 #pragma unroll
-            for (int c = 0; c < 4; c++) sums[warp][lane / 4 + c / 2 * 8][lane % 4 * 2 + c % 2] = acc[c];
+            for (int c = 0; c < 4; c++) sums[warp][lane / 4 + c / 2 * 8][c % 2] = acc[c];
         __syncthreads();
         const int32_t member = tid / kColumns, column = tid % kColumns;
         const int32_t col = (int32_t)blockIdx.y * kColumns + column;
@@ -373,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) gate_up
                 gate += sums[from + i][row][member];
                 up += sums[from + i][row + 8][member];
             }
-            const int32_t slot = first + pick(bits, member);
+            const int32_t slot = first + (member ? bits[1] : bits[0]);
             if (args.weight_on_input) {
                 gate *= args.weights[slot];
                 up *= args.weights[slot];
@@ -442,8 +506,8 @@ __device__ __forceinline__ void store_as(void *data, epmoe_dtype_t dtype, int64_
         ((float *)data)[i] = value;
 }
 
-template <typename T, epmoe_format_t kFormat>
-__global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) down_kernel(const few_params_t p)
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm) down_kernel(const few_params_t p)
 {
     extern __shared__ __align__(128) char slots[];
     __shared__ down_shared_t shared;
@@ -453,7 +517,7 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) down_ke
     group_slots(p, shared, num_tokens * args.top_k);
     __syncthreads();
 
-    const int32_t blocks = (args.intermediate + EPMOEI_TILE_COLS - 1) / EPMOEI_TILE_COLS;
+    const int32_t stages = stages_with(args.intermediate, 0);
     bool waits = true;
     int32_t index = warp; /* of a part of a group; warps take them in turn */
     for (int32_t first = 0; first < num_tokens * args.top_k; first += 32) {
@@ -463,23 +527,23 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat>::kBlocksPerSm) down_ke
             task_t task = {};
             task.expert = shared.group_experts[group];
             task.row = (int32_t)blockIdx.x * kColumns;
-            task.first_block = min(part * p.part_blocks, blocks);
-            task.end_block = min(task.first_block + p.part_blocks, blocks);
+            task.first_stage = min(part * p.part_stages, stages);
+            task.end_stage = min(task.first_stage + p.part_stages, stages);
             uint32_t members = shared.group_members[group];
             while (members) {
                 int32_t bits[kMembers];
                 task.vectors = take_members(bits, members);
-                const int32_t mine = lane / 8;
-                const int32_t bit = pick(bits, mine);
+                const int32_t mine = lane / 16, bit = mine ? bits[1] : bits[0];
                 task.vector =
                     mine < task.vectors ? (const uint16_t *)p.h + (int64_t)(first + bit) * args.intermediate : nullptr;
                 float acc[4];
-                multiply<T, kFormat>(acc, p, task, slots + warp * slot<kFormat>::kWarpBytes, waits);
+                multiply<T, kFormat, kGroups>(
+                    acc, p, task, ptx_shared_address(slots) + warp * slot<kFormat, kGroups>::kWarpBytes, waits);
                 waits = false;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const int32_t member = lane % 4 * 2 + c % 2;
-                    const int32_t to = first + pick(bits, member);
+                    const int32_t to = first + (member ? bits[1] : bits[0]);
                     if (member < task.vectors) shared.sums[to << p.part_bits | part][lane / 4 + c / 2 * 8] = acc[c];
                 }
             }
@@ -522,11 +586,11 @@ epmoe_grouped_gemm_args_t product_args(const epmoe_experts_args_t *args, bool ga
     return product;
 }
 
-template <typename T, epmoe_format_t kFormat>
+template <typename T, epmoe_format_t kFormat, int kGroups>
 epmoe_status_t launch(const few_params_t &p, bool gated, epmoe_stream_t stream)
 {
-    const int bytes = kWarps * slot<kFormat>::kWarpBytes;
-    auto *kernel = gated ? gate_up_kernel<T, kFormat> : down_kernel<T, kFormat>;
+    const int bytes = kWarps * slot<kFormat, kGroups>::kWarpBytes;
+    auto *kernel = gated ? gate_up_kernel<T, kFormat, kGroups> : down_kernel<T, kFormat, kGroups>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const dim3 blocks = gated ? dim3((unsigned)(p.args.num_tokens * p.args.top_k),
                                      (unsigned)epmoei_ceil_div(p.args.intermediate, kColumns))
@@ -537,11 +601,15 @@ epmoe_status_t launch(const few_params_t &p, bool gated, epmoe_stream_t stream)
 
 template <typename T> epmoe_status_t launch_format(const few_params_t &p, bool gated, epmoe_stream_t stream)
 {
+    const quant_params_t &w = p.weight;
     switch (gated ? p.args.gate_up.format : p.args.down.format) {
-    case EPMOE_FORMAT_FP8_BLOCK: return launch<T, EPMOE_FORMAT_FP8_BLOCK>(p, gated, stream);
-    case EPMOE_FORMAT_MXFP4: return launch<T, EPMOE_FORMAT_MXFP4>(p, gated, stream);
-    default: return launch<T, EPMOE_FORMAT_W4>(p, gated, stream);
+    case EPMOE_FORMAT_FP8_BLOCK: return launch<T, EPMOE_FORMAT_FP8_BLOCK, 1>(p, gated, stream);
+    case EPMOE_FORMAT_MXFP4: return launch<T, EPMOE_FORMAT_MXFP4, 4>(p, gated, stream);
+    default: break;
     }
+    if (w.groups > 1 && w.group == kStageCols / 4) return launch<T, EPMOE_FORMAT_W4, 4>(p, gated, stream);
+    if (w.groups > 1 && w.group == kStageCols / 2) return launch<T, EPMOE_FORMAT_W4, 2>(p, gated, stream);
+    return launch<T, EPMOE_FORMAT_W4, 1>(p, gated, stream);
 }
 
 epmoe_status_t run(const epmoe_experts_args_t *args, const void *h, bool gated, epmoe_stream_t stream)
@@ -565,14 +633,13 @@ epmoe_status_t run(const epmoe_experts_args_t *args, const void *h, bool gated, 
         if (status != EPMOE_OK) return epmoei_fail_context(status, i == 0 ? "gate_up" : "down");
         if (gated != (i == 0)) continue;
         p.weight = quant_params(&checked);
-        p.order = checked.weight.g_idx;
     }
     p.h = (void *)h;
     p.error_word = epmoei_error_word();
     /* One token's slots give every warp of `down` something to do. k alone decides, so that the order of a sum does not
      * depend on the number of tokens. */
     while (args->top_k << p.part_bits < kWarps) p.part_bits++;
-    p.part_blocks = (int32_t)epmoei_ceil_div(epmoei_ceil_div(args->intermediate, EPMOEI_TILE_COLS), 1 << p.part_bits);
+    p.part_stages = (int32_t)epmoei_ceil_div(epmoei_ceil_div(args->intermediate, kStageCols), 1 << p.part_bits);
     return args->dtype == EPMOE_BF16 ? launch_format<__nv_bfloat16>(p, gated, stream)
                                      : launch_format<__half>(p, gated, stream);
 }

@@ -187,6 +187,39 @@ __device__ __forceinline__ int64_t ptx_global_timer()
     return t;
 }
 
+/* Aligned to their size. */
+__device__ __forceinline__ void ptx_load_shared_16(uint32_t (&v)[4], uint32_t shared)
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(shared)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_load_shared_8(uint32_t (&v)[2], uint32_t shared)
+{
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_4(uint32_t shared)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t ptx_load_shared_2(uint32_t shared)
+{
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
+}
+
+/* (a & mask) | base in one operation; the compiler makes two where both are constants. */
+__device__ __forceinline__ uint32_t ptx_and_or(uint32_t a, uint32_t mask, uint32_t base)
+{
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(base));
+    return r;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane i gives the row address i%8 of matrix i/8. */
 __device__ __forceinline__ void ptx_ldmatrix_x4(uint32_t (&r)[4], uint32_t shared)
 {
@@ -380,30 +413,6 @@ __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *globa
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
-}
-
-__device__ __forceinline__ void ptx_load_shared_16(uint32_t (&v)[4], uint32_t shared)
-{
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(shared)
-                 : "memory");
-}
-__device__ __forceinline__ void ptx_load_shared_8(uint32_t (&v)[2], uint32_t shared)
-{
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(shared) : "memory");
-}
-__device__ __forceinline__ uint32_t ptx_load_shared_4(uint32_t shared)
-{
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint32_t ptx_load_shared_2(uint32_t shared)
-{
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
-    return v;
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)

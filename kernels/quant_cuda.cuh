@@ -4,6 +4,7 @@
 #define EPMOEI_QUANT_CUDA_CUH
 
 #include "kernels/cuda_common.cuh"
+#include "kernels/ptx.cuh"
 
 /* Pairs as 32 bits. */
 __device__ __forceinline__ uint32_t quant_mul2(uint32_t a, uint32_t b, __nv_bfloat16)
@@ -56,7 +57,7 @@ __device__ __forceinline__ void quant_w4_fragment(uint32_t (&a)[4], uint32_t wor
 {
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        a[j] = quant_sub2((word >> (4 * j) & 0x000F000Fu) | quant_type<T>::kW4Base, zeros[j & 1], T());
+        a[j] = quant_sub2(ptx_and_or(word >> (4 * j), 0x000F000Fu, quant_type<T>::kW4Base), zeros[j & 1], T());
 }
 
 /* A word of MXFP4 to operand A of m16n8k16 as bf16: 2^-126 times the code's value, so some of them subnormal. */
