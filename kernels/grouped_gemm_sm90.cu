@@ -115,7 +115,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
         ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
-        ring.advance(2);
+        ring.advance(kNotes);
     }
 }
 
@@ -128,16 +128,17 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
         ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
 }
 
-/* acc += w x^T over all of K, for tiles of kN tokens. */
-template <typename T, int kN, int kRegisters>
-__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[kRegisters])
+/* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
+template <typename T, int kN, int kMaxN>
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, ring_t &ring, float (&acc)[kMaxN / 2],
+                                         finished_t<kMaxN> &done, ring_t &parts)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
         const uint32_t from = b.base + ring.stage * b.stage_bytes;
         wait_barrier(full + 8 * ring.stage, ring.parity);
-        const uint64_t w = wgmma_descriptor(from + group * (kWeightBytes / 2));
+        const uint64_t w = wgmma_descriptor(from + e.group * (kWeightBytes / 2));
         const uint64_t x = wgmma_descriptor(from + kWeightBytes);
         ptx_wgmma_fence();
 #pragma unroll
@@ -148,9 +149,11 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
             ptx_wgmma_wait<1>();
             release(b, previous);
         }
+        if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
         previous = empty + 8 * ring.stage;
         ring.advance(b.line.stages);
     }
+    if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
     release(b, previous);
 }
@@ -162,9 +165,9 @@ __device__ __forceinline__ void take_staging(const block_t &b, int32_t group, ep
     e.barriers = &b.barriers->staging[group];
 }
 
-__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, const tile_t &tile,
-                                           epilogue_t &e)
+__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, epilogue_t &e)
 {
+    const tile_t tile = b.notes_of(stage)->tile;
     e.rows = b.rows_of(stage);
     e.scales = b.scales_of(stage);
     e.num_rows = tile.rows;
@@ -178,11 +181,10 @@ template <int kInFlight> __device__ __forceinline__ void store(const gemm_params
     epilogue_t e;
     take_staging(b, group, e);
     ring_t notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    for (;; notes.advance(kNotes)) {
         wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        if (b.notes_of(notes.stage)->tile.width == 0) return;
+        read_notes(p, b, notes.stage, e);
         if (p.gated)
             store_parts<4, kInFlight>(p, e, parts);
         else
@@ -198,12 +200,14 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     epilogue_t e;
     e.tid = threadIdx.x % kWarpgroup;
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
+    e.gated = p.gated;
+    finished_t<kMaxN> done = {};
     ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        const int32_t width = b.notes_of(notes.stage)->tile.width;
+        if (width == 0) break;
+        read_notes(p, b, notes.stage, e);
         load_bias(p, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
@@ -211,10 +215,10 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         float acc[kMaxN / 2];
 #pragma unroll
         for (int i = 0; i < kMaxN / 2; i++) acc[i] = 0.0f;
-        switch (tile.width) {
+        switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e.group, ring, acc);                                               \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                               \
         break
             WIDTH(8);
             WIDTH(16);
@@ -238,9 +242,12 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
             WIDTH(256);
 #undef WIDTH
         }
-        finish_tile<T>(p, b.line.way, e, acc, parts);
+        read_notes(p, b, notes.stage, e); /* again: registers are few beside the product */
+        finish_tile<T, (kMaxN > kNarrow)>(p, b.line.way, e, acc, done);
+        if constexpr (kMaxN <= kNarrow) give_all(e, done, parts);
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
+    give_all(e, done, parts);
 }
 
 /* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
@@ -266,10 +273,12 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < kNotes; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
                               2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+        }
+        for (int i = 0; i < 2; i++) {
             for (int part = 0; part < kStagingParts; part++) {
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
@@ -293,15 +302,15 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 72>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 40>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
         else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
-            store<kMaxN <= kNarrow ? 2 : 8>(p, b, threadIdx.x / 32 - 2);
+            store<2>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 216>();
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 232>();
         consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
@@ -422,7 +431,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
     pipeline_t line;
     line.way = epilogue_way(args);
-    if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
+    if (max_n <= kNarrow && line.way != WAY_ANY && choose_pipeline(args, max_n, half, &line, &bytes))
         return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
     while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
     return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);

@@ -34,11 +34,11 @@ struct notes_t {
     int32_t padding[3];
 };
 
-template <int kMostStages> struct pipeline_barriers_t {
+template <int kMostStages, int kNotes> struct pipeline_barriers_t {
     uint64_t full[kMostStages];
     uint64_t empty[kMostStages];
-    uint64_t notes_full[2];
-    uint64_t notes_empty[2];
+    uint64_t notes_full[kNotes];
+    uint64_t notes_empty[kNotes];
     staging_barriers_t staging[2];
     int32_t warp_sums[kThreads / 32];
 };

@@ -295,12 +295,15 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         epilogue_t e;
         e.tid = thread % kWarpgroup;
         take_staging(b, thread / kWarpgroup - 1, e);
+        e.gated = p.gated;
         read_notes(b, notes.stage, tile, e);
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
             if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
             load_bias(p, e);
-            finish_tile<__nv_bfloat16>(p, b.line.way, e, acc[t], parts);
+            finished_t<Cut::kMaxN> done = {};
+            finish_tile<__nv_bfloat16, true>(p, b.line.way, e, acc[t], done);
+            give_all(e, done, parts);
         }
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
