@@ -164,14 +164,13 @@ template <int kMaxN> struct finished_t {
 };
 
 /* Registers cannot be indexed. */
-template <int kMaxN>
-__device__ __forceinline__ void select_part(uint32_t (&part)[2][4], const finished_t<kMaxN> &done)
+template <int kMaxN> __device__ __forceinline__ void select_part(uint32_t (&part)[2][4], const finished_t<kMaxN> &done)
 {
     switch (done.next) {
 #define PART(n)                                                                                                        \
     case n:                                                                                                            \
         if constexpr (32 * n < kMaxN) {                                                                                \
-            _Pragma("unroll") for (int i = 0; i < 8; i++) part[i / 4][i % 4] = done.packed[8 * n + i];                  \
+            _Pragma("unroll") for (int i = 0; i < 8; i++) part[i / 4][i % 4] = done.packed[8 * n + i];                 \
         }                                                                                                              \
         break
         PART(0);

@@ -11,14 +11,14 @@ namespace
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
-constexpr int kNotes = 3; /* tiles that are noted: one is stored, one is multiplied, one is looked up */
+constexpr int kNotes = 3;                /* tiles that are noted: one is stored, one is multiplied, one is looked up */
 constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
     int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
     int32_t stages;  /* <= kMostStages */
     int32_t way;     /* epilogue_way_t */
-    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+    int32_t cluster; /* blocks that share their tokens: 1, 2 or 4 */
     int32_t ordered; /* experts by the width of their tiles instead of by number */
 };
 
@@ -133,12 +133,12 @@ struct walk_t {
             tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
             if (tile.rows == 0) continue;
             const int32_t block = tile.cluster * b.line.cluster + b.rank;
-            const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+            const int32_t share = (tile.width / b.line.cluster + 7) / 8 * 8;
             step = 0;
             w_row = p.gated ? 0 : block * kBlockW;
             w_group = p.gated ? block * (kBlockW / 16) : 0;
-            first = b.rank * half;
-            part = b.rank == 0 ? half : tile.width - half;
+            first = min(b.rank * share, tile.width);
+            part = min(share, tile.width - first);
             return true;
         }
         return false;

@@ -7,8 +7,8 @@
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
- * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
- * both, which saves the L2 cache a third of its reads.
+ * The blocks of a cluster take neighbouring weight rows and the same tokens: each fetches its share of the tokens' rows
+ * for all, since what the L2 cache can deliver bounds wide tiles before the tensor cores do.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
  * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
         if (b.line.cluster == 1)
             ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
         else
-            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
+            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, (uint16_t)((1 << b.line.cluster) - 1));
         token += 8 << i;
     }
 }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 {
     if (b.line.cluster == 1) {
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(empty);
-    } else if (threadIdx.x % 32 < 2)
+    } else if (threadIdx.x % 32 < b.line.cluster)
         ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
 }
 
@@ -218,7 +218,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                               \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                        \
         break
             WIDTH(8);
             WIDTH(16);
@@ -374,6 +374,14 @@ epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x,
     return EPMOE_OK;
 }
 
+/* Few tokens: their rows are few bytes beside the weights. */
+int32_t choose_cluster(int32_t n, int32_t max_n)
+{
+    if (max_n <= 128) return 1;
+    const int64_t wide = epmoei_ceil_div(n, 4 * kBlockW) * 4 * kBlockW;
+    return (wide - n) * 16 <= n ? 4 : 2; /* rows that are not there cost as much as those that are */
+}
+
 /* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
  * copies. */
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
@@ -381,7 +389,7 @@ bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32
 {
     const int32_t fewest = 3;
     line->max_n = max_n;
-    line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
+    line->cluster = choose_cluster(args->n, max_n);
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
@@ -409,8 +417,9 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
-    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
-    const int64_t clusters = epmoei_min64(tiles, resident / line.cluster);
+    int32_t resident = epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1) / line.cluster;
+    if (line.cluster > 2) EPMOEI_CUDA(epmoei_resident_clusters(kernel, line.cluster, kThreads, bytes, &resident));
+    const int64_t clusters = epmoei_min64(tiles, resident);
     return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, line.cluster,
                                                               dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
                                                               (size_t)bytes, stream, p, line, w_map, x_maps),
@@ -422,7 +431,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
-        EPMOEI_CHECK(epmoei_sort_rows_sm80(args, args->workspace, stream));
+        EPMOEI_CHECK(epmoei_sort_rows_sm90(args, args->workspace, stream));
         x = args->workspace;
         x_rows = args->max_rows;
     }

@@ -510,7 +510,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
     call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
     if (needs_gather(args)) {
         EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
-                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
+                                        : epmoei_sort_rows_sm90(args, args->workspace, stream));
         c.x = args->workspace;
         c.x_rows = args->max_rows;
     }
