@@ -2,13 +2,15 @@
  *
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
- * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
+ * A block holds 128 rows of w and a tile's tokens in each of its stages. Roles by warp:
  *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
- * The blocks of a cluster take neighbouring weight rows and the same tokens: each fetches its share of the tokens' rows
- * for all, since what the L2 cache can deliver bounds wide tiles before the tensor cores do.
+ * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
+ * both, which saves the L2 cache a third of its reads.
+ * A stage is as long as its tile needs, so that narrow tiles, whose steps take less time, have more of them on their
+ * way: what hides the memory's latency is bytes.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
  * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
@@ -29,20 +31,19 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
 }
 
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
-__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const stage_t &stage,
                                              const CUtensorMap *w_map)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
-    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
-                    at.tile.expert);
+    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
+    ptx_mbarrier_arrive_expect(done, stage_bytes(at.tile.width));
+    ptx_tma_load_5d(b.base + stage.at, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
 }
 
-__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const stage_t &stage,
                                             const x_maps_t *x_maps)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
+    const uint32_t to = b.base + stage.at + kWeightBytes;
     int32_t token = at.first;
 #pragma unroll
     for (int i = kXMaps - 1; i >= 0; i--) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
         if (b.line.cluster == 1)
             ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
         else
-            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, (uint16_t)((1 << b.line.cluster) - 1));
+            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
         token += 8 << i;
     }
 }
@@ -62,31 +63,29 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    const uint32_t empty = ptx_shared_address(b.barriers->empty);
-    ring_t ring = {0, 0};
+    supply_t supply = {};
     walk_t at;
     at.index = b.first_tile;
     bool more = at.enter(p, b);
     if (p.chained) {
         walk_t first = at;
-        ring_t place = ring;
-        int32_t early = 0;
-        for (; more && early < b.line.stages; early++) {
-            load_weights(b, at, ring, w_map);
-            more = at.advance(p, b);
-            ring.advance(b.line.stages);
+        stage_t place = supply.next;
+        for (; more && supply.has_room(b, stage_bytes(at.tile.width)); more = at.advance(p, b)) {
+            load_weights(b, at, supply.next, w_map);
+            supply.take(b, stage_bytes(at.tile.width));
         }
         epmoei_begin_dependent();
-        for (; early > 0; early--) {
+        for (int32_t early = supply.taken; early > 0; early--) {
             load_tokens(b, first, place, x_maps);
+            place.advance(stage_bytes(first.tile.width));
             first.advance(p, b);
-            place.advance(b.line.stages);
         }
     }
-    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        load_weights(b, at, ring, w_map);
-        load_tokens(b, at, ring, x_maps);
+    for (; more; more = at.advance(p, b)) {
+        supply.make_room(b, stage_bytes(at.tile.width));
+        load_weights(b, at, supply.next, w_map);
+        load_tokens(b, at, supply.next, x_maps);
+        supply.take(b, stage_bytes(at.tile.width));
     }
 }
 
@@ -124,20 +123,21 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 {
     if (b.line.cluster == 1) {
         if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(empty);
-    } else if (threadIdx.x % 32 < b.line.cluster)
+    } else if (threadIdx.x % 32 < 2)
         ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
 }
 
 /* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
 template <typename T, int kN, int kMaxN>
-__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, ring_t &ring, float (&acc)[kMaxN / 2],
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, stage_t &stage, float (&acc)[kMaxN / 2],
                                          finished_t<kMaxN> &done, ring_t &parts)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
-        const uint32_t from = b.base + ring.stage * b.stage_bytes;
-        wait_barrier(full + 8 * ring.stage, ring.parity);
+        stage.fit(b, stage_bytes(kN));
+        const uint32_t from = b.base + stage.at;
+        wait_barrier(full + 8 * stage.index, stage.parity);
         const uint64_t w = wgmma_descriptor(from + e.group * (kWeightBytes / 2));
         const uint64_t x = wgmma_descriptor(from + kWeightBytes);
         ptx_wgmma_fence();
@@ -150,8 +150,8 @@ __device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, 
             release(b, previous);
         }
         if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
-        previous = empty + 8 * ring.stage;
-        ring.advance(b.line.stages);
+        previous = empty + 8 * stage.index;
+        stage.advance(stage_bytes(kN));
     }
     if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
@@ -202,7 +202,8 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
     e.gated = p.gated;
     finished_t<kMaxN> done = {};
-    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
+    stage_t stage = {};
+    ring_t notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const int32_t width = b.notes_of(notes.stage)->tile.width;
@@ -218,7 +219,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                        \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, stage, acc, done, parts);                                       \
         break
             WIDTH(8);
             WIDTH(16);
@@ -263,13 +264,12 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     b.line = line;
     b.shared = shared;
     b.base = ptx_shared_address(shared);
-    b.stage_bytes = kWeightBytes + line.max_n * kBlockK * 2;
     b.notes = shared + layout.notes;
     b.notes_bytes = layout.notes_bytes;
     b.barriers = (barriers_t *)(shared + layout.barriers);
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
-        for (int i = 0; i < line.stages; i++) {
+        for (int i = 0; i < kMostStages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
@@ -374,29 +374,21 @@ epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x,
     return EPMOE_OK;
 }
 
-/* Few tokens: their rows are few bytes beside the weights. */
-int32_t choose_cluster(int32_t n, int32_t max_n)
-{
-    if (max_n <= 128) return 1;
-    const int64_t wide = epmoei_ceil_div(n, 4 * kBlockW) * 4 * kBlockW;
-    return (wide - n) * 16 <= n ? 4 : 2; /* rows that are not there cost as much as those that are */
-}
-
-/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
- * copies. */
+/* All of `limit` bytes of shared memory; false when the ring would hold too few stages for the product to overlap with
+ * the copies. */
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
                      int32_t *bytes)
 {
     const int32_t fewest = 3;
     line->max_n = max_n;
-    line->cluster = choose_cluster(args->n, max_n);
+    line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
+    line->ring_bytes = 0;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
-    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line).cumulative + list;
-        if (*bytes <= limit) return true;
-    }
-    return false;
+    const int32_t most = (limit - shared_layout(*line).cumulative - list) / 1024 * 1024;
+    line->ring_bytes = (int32_t)epmoei_min64(most, kMostStages * stage_bytes(max_n));
+    *bytes = shared_layout(*line).cumulative + list;
+    return most >= fewest * stage_bytes(max_n);
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)
@@ -417,9 +409,8 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
-    int32_t resident = epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1) / line.cluster;
-    if (line.cluster > 2) EPMOEI_CUDA(epmoei_resident_clusters(kernel, line.cluster, kThreads, bytes, &resident));
-    const int64_t clusters = epmoei_min64(tiles, resident);
+    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
+    const int64_t clusters = epmoei_min64(tiles, resident / line.cluster);
     return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, line.cluster,
                                                               dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),
                                                               (size_t)bytes, stream, p, line, w_map, x_maps),

@@ -41,6 +41,7 @@ template <int kMostStages, int kNotes> struct pipeline_barriers_t {
     uint64_t notes_empty[kNotes];
     staging_barriers_t staging[2];
     int32_t warp_sums[kThreads / 32];
+    int32_t begins[kMostStages]; /* the producer's: where stages lie whose length follows the tile */
 };
 
 } // namespace

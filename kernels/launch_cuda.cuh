@@ -64,21 +64,4 @@ static inline cudaError_t epmoei_launch_dependent(void (*kernel)(Params...), dim
     return epmoei_launch_clusters(kernel, 1, blocks, threads, shared_bytes, stream, args...);
 }
 
-/* How many clusters of the kernel the device holds at a time: of four, SMs without enough neighbours are left over. */
-template <typename... Params>
-static inline cudaError_t epmoei_resident_clusters(void (*kernel)(Params...), int32_t blocks_per_cluster,
-                                                   int32_t threads, int32_t shared_bytes, int32_t *clusters)
-{
-    cudaLaunchAttribute attribute = {};
-    cudaLaunchConfig_t config = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {(unsigned)blocks_per_cluster, 1, 1};
-    config.gridDim = dim3((unsigned)blocks_per_cluster);
-    config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = (size_t)shared_bytes;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
-}
-
 #endif

@@ -1,7 +1,6 @@
 /* Rows of x into the sorted order of a grouped GEMM, to[r] = x[row_index[r] / x_row_divisor], where there are many:
- * copied through shared memory in bulk, since threads can hold too little on its way. Each warp's first thread keeps a
- * ring of pieces of rows: those that come and those that leave. Floor: bytes = 2*R*K*b, of which the reads of a token's
- * k slots hit the L2 cache. */
+ * copied through shared memory in bulk, since threads can hold too little on its way. Floor: bytes = 2*R*K*b, of which
+ * the reads of a token's k slots hit the L2 cache. */
 #include "kernels/grouped_gemm.h"
 #include "kernels/launch_cuda.cuh"
 
@@ -12,7 +11,7 @@ constexpr int kWarps = 4;
 constexpr int kStages = 4;
 constexpr int kPieceBytes = 12 * 1024;
 constexpr int kSharedBytes = kWarps * kStages * kPieceBytes;
-constexpr int64_t kFewestBytes = 8 << 20; /* below, the form without a ring starts sooner */
+constexpr int64_t kFewestBytes = 64 << 20; /* below, the form without a ring starts sooner */
 
 struct copy_t {
     const char *x;
@@ -29,87 +28,93 @@ struct copy_t {
     int32_t pieces; /* of a row */
 };
 
-/* The pieces that fall to one thread. */
-struct walk_t {
-    int64_t index; /* over pieces of rows */
-    int64_t end;
-    int32_t step;
-    int32_t row;
-    int32_t source;
+/* A piece of a row on its way. */
+struct piece_t {
+    const char *from;
+    char *to;
+    uint32_t bytes; /* 0: its row holds no slot, or it is behind the last */
+};
 
-    /* On the piece at index or the next one whose row holds a slot; false behind the last. */
-    __device__ __forceinline__ bool enter(const copy_t &c)
+__device__ __forceinline__ piece_t find_piece(const copy_t &c, int64_t index, int64_t end)
+{
+    piece_t piece = {};
+    if (index >= end) return piece;
+    const int32_t row = (int32_t)(index / c.pieces), offset = (int32_t)(index % c.pieces) * c.piece_bytes;
+    const int32_t slot = c.row_index ? c.row_index[row] : row;
+    if (slot < 0 || slot >= c.num_slots) return piece;
+    piece.from = c.x + (int64_t)(slot / c.x_row_divisor) * c.row_bytes + offset;
+    piece.to = c.to + (int64_t)row * c.row_bytes + offset;
+    piece.bytes = (uint32_t)min(c.piece_bytes, c.row_bytes - offset);
+    return piece;
+}
+
+/* One thread's pieces, the nth in stage n % kStages: up to kStages - 1 of them come while the ones before leave. */
+struct ring_t {
+    uint32_t stages;
+    uint32_t full;
+    char *to[kStages];
+    uint32_t bytes[kStages];
+
+    __device__ __forceinline__ void store(int32_t n) const
     {
-        for (; index < end; index += step) {
-            row = (int32_t)(index / c.pieces);
-            const int32_t slot = c.row_index ? c.row_index[row] : row;
-            source = slot / c.x_row_divisor;
-            if (slot >= 0 && slot < c.num_slots) return true;
+        const int32_t stage = n % kStages;
+        while (!ptx_mbarrier_try_wait(full + 8 * stage, (uint32_t)(n / kStages) & 1)) {
         }
-        return false;
+#pragma unroll
+        for (int i = 0; i < kStages; i++)
+            if (i == stage) ptx_bulk_store(to[i], stages + i * kPieceBytes, bytes[i]);
+        ptx_bulk_commit();
     }
-    __device__ __forceinline__ int32_t offset(const copy_t &c) const
+    __device__ __forceinline__ void fetch(int32_t n, const piece_t &piece)
     {
-        return (int32_t)(index % c.pieces) * c.piece_bytes;
-    }
-    __device__ __forceinline__ uint32_t bytes(const copy_t &c) const
-    {
-        return (uint32_t)min(c.piece_bytes, c.row_bytes - offset(c));
+        if (n >= kStages - 1) store(n - (kStages - 1));
+        ptx_bulk_wait_read<1>(); /* piece n - kStages has left the stage */
+        const int32_t stage = n % kStages;
+#pragma unroll
+        for (int i = 0; i < kStages; i++)
+            if (i == stage) to[i] = piece.to, bytes[i] = piece.bytes;
+        ptx_mbarrier_arrive_expect(full + 8 * stage, piece.bytes);
+        ptx_bulk_load(stages + stage * kPieceBytes, piece.from, piece.bytes, full + 8 * stage);
     }
 };
 
-/* Piece n is fetched into stage n % kStages once the piece that left from there has been read. */
-__device__ __forceinline__ void fetch(const copy_t &c, const walk_t &from, uint32_t shared, uint32_t full)
-{
-    ptx_mbarrier_arrive_expect(full, from.bytes(c));
-    ptx_bulk_load(shared, c.x + (int64_t)from.source * c.row_bytes + from.offset(c), from.bytes(c), full);
-}
-
+/* A warp takes 32 pieces at a time: its lanes look them up, the next ones ahead, and its first lane moves them. */
 __global__ void __launch_bounds__(kWarps * 32) sort_rows_ring_kernel(const copy_t c)
 {
     extern __shared__ __align__(1024) char shared[];
     __shared__ uint64_t barriers[kWarps][kStages];
-    const int warp = threadIdx.x / 32;
-    const bool copies = threadIdx.x % 32 == 0;
-    if (copies) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) {
         for (int i = 0; i < kStages; i++) ptx_mbarrier_init(ptx_shared_address(&barriers[warp][i]), 1);
         ptx_fence_barrier_init();
     }
     epmoei_begin_dependent();
-    if (!copies) return;
-    const int32_t begin = c.expert_offsets ? c.expert_offsets[0] : 0;
-    const int32_t end =
-        c.expert_offsets ? c.expert_offsets[c.num_experts] : epmoei_device_tokens(c.num_rows_dev, c.max_rows);
-    const uint32_t stages = ptx_shared_address(shared) + warp * kStages * kPieceBytes;
-    const uint32_t full = ptx_shared_address(barriers[warp]);
+    const int64_t begin = (int64_t)(c.expert_offsets ? c.expert_offsets[0] : 0) * c.pieces;
+    const int64_t end = (int64_t)(c.expert_offsets ? c.expert_offsets[c.num_experts]
+                                                   : epmoei_device_tokens(c.num_rows_dev, c.max_rows)) *
+                        c.pieces;
+    const int64_t step = (int64_t)gridDim.x * kWarps * 32;
+    ring_t ring = {};
+    ring.stages = ptx_shared_address(shared) + warp * kStages * kPieceBytes;
+    ring.full = ptx_shared_address(barriers[warp]);
 
-    walk_t ahead = {};
-    ahead.step = (int32_t)(gridDim.x * kWarps);
-    ahead.index = (int64_t)begin * c.pieces + blockIdx.x * kWarps + warp;
-    ahead.end = (int64_t)end * c.pieces;
-    bool more = ahead.enter(c);
-    walk_t at = ahead;
-    int32_t fetched = 0, stored = 0;
-    for (; more && fetched < kStages - 1; fetched++) {
-        fetch(c, ahead, stages + fetched * kPieceBytes, full + 8 * fetched);
-        ahead.index += ahead.step;
-        more = ahead.enter(c);
-    }
-    for (; stored < fetched; stored++) {
-        const int32_t stage = stored % kStages;
-        while (!ptx_mbarrier_try_wait(full + 8 * stage, (uint32_t)(stored / kStages) & 1)) {
+    int32_t count = 0;
+    int64_t index = begin + ((int64_t)warp * gridDim.x + blockIdx.x) * 32 + lane;
+    piece_t next = find_piece(c, index, end);
+    for (int64_t first = index - lane; first < end; first += step, index += step) {
+        const piece_t own = next;
+        next = find_piece(c, index + step, end);
+        for (uint32_t left = __ballot_sync(0xFFFFFFFFu, own.bytes > 0); left; left &= left - 1, count++) {
+            const int i = __ffs((int)left) - 1;
+            piece_t piece;
+            piece.from = (const char *)__shfl_sync(0xFFFFFFFFu, (unsigned long long)own.from, i);
+            piece.to = (char *)__shfl_sync(0xFFFFFFFFu, (unsigned long long)own.to, i);
+            piece.bytes = __shfl_sync(0xFFFFFFFFu, own.bytes, i);
+            if (lane == 0) ring.fetch(count, piece);
         }
-        ptx_bulk_store(c.to + (int64_t)at.row * c.row_bytes + at.offset(c), stages + stage * kPieceBytes, at.bytes(c));
-        ptx_bulk_commit();
-        at.index += at.step;
-        at.enter(c);
-        if (!more) continue;
-        ptx_bulk_wait_read<1>(); /* the piece before this one has left the stage that is next */
-        fetch(c, ahead, stages + fetched % kStages * kPieceBytes, full + 8 * (fetched % kStages));
-        fetched++;
-        ahead.index += ahead.step;
-        more = ahead.enter(c);
     }
+    if (lane != 0) return;
+    for (int32_t n = max(0, count - (kStages - 1)); n < count; n++) ring.store(n);
     ptx_bulk_wait<0>();
 }
 
