@@ -21,7 +21,7 @@ struct pipeline_t {
     int32_t ordered; /* experts by the width of their tiles instead of by number */
 };
 
-typedef pipeline_barriers_t<kMostStages> barriers_t;
+typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
 
 /* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
 struct shared_layout {
