@@ -57,6 +57,13 @@ static int64_t part_bytes(int32_t rows, int32_t value_dim)
     return (int64_t)rows * (value_dim + 2) * (int64_t)sizeof(float);
 }
 
+int64_t epmoei_attention_most_workspace(int32_t value_dim, int32_t num_sms)
+{
+    /* Of the kernels over rows with most blocks on an SM, and of that over latents. */
+    int64_t rows = part_bytes(EPMOEI_DECODE_ROWS, value_dim) * 3, latent = part_bytes(EPMOEI_PREFILL_ROWS, value_dim);
+    return most_waves * num_sms * epmoei_max64(rows, latent);
+}
+
 static void plan_decode(epmoei_attention_plan_t *plan, const epmoe_attention_args_t *args, int32_t num_sms,
                         int64_t workspace_bytes)
 {

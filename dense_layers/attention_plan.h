@@ -54,6 +54,9 @@ typedef struct epmoei_attention_plan_t {
 epmoei_attention_plan_t epmoei_attention_plan(const epmoe_attention_args_t *args, int32_t tier, int32_t num_sms,
                                               int64_t workspace_bytes);
 
+/* No call with values of these columns makes use of more. */
+int64_t epmoei_attention_most_workspace(int32_t value_dim, int32_t num_sms);
+
 #ifdef __cplusplus
 }
 #endif
