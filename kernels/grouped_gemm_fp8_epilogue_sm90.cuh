@@ -5,13 +5,15 @@
  *
  * A warp finishes 8 tokens by 128 outputs at a time, by itself: into shared memory, a token's outputs side by side,
  * and from there to y 16 bytes a lane, or through one more pass to E4M3 with the scale of the 128. What is not fit for
- * wide stores goes to y from the registers. */
+ * wide stores goes to y from the registers. The common outputs have code of their own: nothing multiplies while a
+ * shared tile is stored. */
 #ifndef EPMOEI_GROUPED_GEMM_FP8_EPILOGUE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_FP8_EPILOGUE_SM90_CUH
 
 #include "kernels/fp8_cuda.cuh"
 #include "kernels/grouped_gemm_epilogue_sm90.cuh"
 #include "kernels/grouped_gemm_fp8.h"
+#include "kernels/ptx_wgmma.cuh"
 
 namespace
 {
@@ -21,24 +23,25 @@ constexpr int kFp8Outputs = 128;       /* that share a scale */
 
 /* How outputs come about, and where they go. */
 enum fp8_way_t {
-    FP8_SILU = 0,   /* gated, without clamp and weights */
-    FP8_FAMILY = 1, /* gated by a sigmoid */
-    FP8_GATED = 2,
-    FP8_PLAIN = 3,
+    FP8_FAMILY = 0, /* gated by a sigmoid */
+    FP8_GATED = 1,
+    FP8_PLAIN = 2,
     FP8_WAYS = 3, /* mask */
     FP8_STAGED = 4,
     FP8_QUANTISED = 8,
+    FP8_QUICK = 16, /* staged, without biases: silu without clamp and weights, or plain without activation */
 };
 
 inline int32_t fp8_way(const epmoe_grouped_gemm_args_t *args, bool quantised)
 {
     const bool gated = args->activation < EPMOE_ACTIVATION_NONE;
+    const bool plain_silu = args->activation == EPMOE_ACTIVATION_SILU && !(args->limit > 0.0f) && !args->row_weights;
     int32_t way = FP8_PLAIN;
     if (gated) way = args->activation == EPMOE_ACTIVATION_GELU ? FP8_GATED : FP8_FAMILY;
-    if (args->activation == EPMOE_ACTIVATION_SILU && !(args->limit > 0.0f) && !args->row_weights) way = FP8_SILU;
-    if (quantised) return way | FP8_STAGED | FP8_QUANTISED;
-    if (args->y_dtype != EPMOE_F32 && (gated ? args->n / 2 : args->n) % 8 == 0) way |= FP8_STAGED;
-    return way;
+    if (quantised) way |= FP8_QUANTISED;
+    if (!quantised && (args->y_dtype == EPMOE_F32 || (gated ? args->n / 2 : args->n) % 8)) return way;
+    if (!args->bias && (plain_silu || args->activation == EPMOE_ACTIVATION_NONE)) way |= FP8_QUICK;
+    return way | FP8_STAGED;
 }
 
 /* A tile as a consumer warp sees it. */
@@ -98,7 +101,6 @@ __device__ __forceinline__ float4 load_biases(const gemm_params_t &p, const floa
 __device__ __forceinline__ float finish_gated(const gemm_params_t &p, int32_t way, const sigmoid_family_t &family,
                                               float2 scale, float gate, float up)
 {
-    if (way == FP8_SILU) return plain_silu(gate, up);
     if (way == FP8_FAMILY) return scale.y * sigmoid_gate(family, gate, up);
     return scale.y * epmoei_activate_device(p.activation, gate, up, p.alpha, p.limit);
 }
@@ -107,6 +109,9 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair, bool bf16)
 {
     return bf16 ? __bfloat1622float2(*(__nv_bfloat162 *)&pair) : __half22float2(*(__half2 *)&pair);
 }
+
+/* Where chunk `chunk` of 8 outputs of one of 8 tokens is staged: no two lanes of a store meet at a bank. */
+__device__ __forceinline__ int staged_chunk(int token, int chunk) { return (token * 256 | token << 4) ^ chunk << 4; }
 
 /* Outputs [col, col + 128) of up to 8 tokens from shared memory to y. */
 __device__ __forceinline__ void store_staged_rows(const gemm_params_t &p, const fp8_epilogue_t &e, int first,
@@ -119,7 +124,7 @@ __device__ __forceinline__ void store_staged_rows(const gemm_params_t &p, const 
         const int32_t row = first + token < e.num_rows ? e.rows[first + token] : -1;
         if (row < 0 || col + 8 * chunk >= p.n_out) continue;
         *(uint4 *)((char *)p.y + ((int64_t)row * p.n_out + col + 8 * chunk) * 2) =
-            *(const uint4 *)(e.staging + token * 256 + ((chunk ^ token) << 4));
+            *(const uint4 *)(e.staging + staged_chunk(token, chunk));
     }
 }
 
@@ -143,7 +148,7 @@ __device__ __forceinline__ void store_quantised_rows(const gemm_params_t &p, con
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int chunk = 4 * part + 2 * i + j;
-            const uint4 pairs = *(const uint4 *)(e.staging + token * 256 + ((chunk ^ token) << 4));
+            const uint4 pairs = *(const uint4 *)(e.staging + staged_chunk(token, chunk));
             const uint32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
             float values[8];
 #pragma unroll
@@ -160,6 +165,17 @@ __device__ __forceinline__ void store_quantised_rows(const gemm_params_t &p, con
         *(uint4 *)(y.codes + (int64_t)row * p.n_out + at) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if (part == 0) y.scales[col / kFp8Outputs * y.stride + row] = scale;
+}
+
+__device__ __forceinline__ void store_staged(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
+                                             const fp8_epilogue_t &e, int first, int32_t col, float amax)
+{
+    __syncwarp();
+    if (way & FP8_QUANTISED)
+        store_quantised_rows(p, y, e, first, col, amax);
+    else
+        store_staged_rows(p, e, first, col);
+    __syncwarp();
 }
 
 /* Two outputs of one token, col even. */
@@ -209,25 +225,80 @@ __device__ __forceinline__ void store_rows(const gemm_params_t &p, const epmoei_
                 continue;
             }
             const uint32_t packed = bf16 ? pack_pair(out.x, out.y, __nv_bfloat16()) : pack_pair(out.x, out.y, __half());
-            *(uint32_t *)(e.staging + token * 256 + ((chunk ^ token) << 4) + 4 * (lane % 4)) = packed;
+            *(uint32_t *)(e.staging + staged_chunk(token, chunk) + 4 * (lane % 4)) = packed;
             if (way & FP8_QUANTISED) {
                 const float2 rounded = unpack_pair(packed, bf16);
                 amax = fmaxf(amax, fmaxf(fabsf(rounded.x), fabsf(rounded.y))); /* drops a NaN */
             }
         }
     }
-    if (!(way & FP8_STAGED)) return;
-    __syncwarp();
-    if (way & FP8_QUANTISED)
-        store_quantised_rows(p, y, e, first, col, amax);
-    else
-        store_staged_rows(p, e, first, col);
-    __syncwarp();
+    if (way & FP8_STAGED) store_staged(p, y, way, e, first, col, amax);
+}
+
+template <typename T> struct pair_of;
+template <> struct pair_of<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+};
+template <> struct pair_of<__half> {
+    using type = __half2;
+};
+
+/* A tile of FP8_QUICK. One round finishes 8 tokens by 128 outputs, with the names of registers that its first
+ * accumulators have; the others are moved there, which is less than choosing each. */
+template <typename T>
+__device__ __forceinline__ void store_quick_tile(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
+                                                 const fp8_epilogue_t &e, float (&acc)[128])
+{
+    using pair_t = typename pair_of<T>::type;
+    const int lane = threadIdx.x % 32, token = lane / 4, rounds = p.gated ? 2 : 4;
+    char *const to = e.staging + 4 * (lane % 4);
+#pragma unroll 1
+    for (int round = 0; round < rounds; round++) {
+        const int first = round % 2 * 8;
+        if (first < e.num_rows) {
+            uint32_t most = 0;
+            if (p.gated) {
+#pragma unroll
+                for (int chunk = 0; chunk < 16; chunk++) {
+                    const float *v = acc + 8 * chunk; /* gates of two tokens, then their ups */
+                    const uint32_t packed = pack_pair(plain_silu(v[0], v[4]), plain_silu(v[1], v[5]), T());
+                    *(uint32_t *)(to + staged_chunk(token, chunk)) = packed;
+                    const uint32_t size = packed & 0x7FFF7FFFu;
+                    const pair_t larger = __hmax2(*(const pair_t *)&most, *(const pair_t *)&size); /* drops a NaN */
+                    most = *(const uint32_t *)&larger;
+                }
+            } else {
+                const float2 scale = first + token < e.num_rows ? e.scales[first + token] : make_float2(1.0f, 1.0f);
+                const float factor = scale.x * scale.y; /* one of them is 1 */
+#pragma unroll
+                for (int chunk = 0; chunk < 16; chunk++)
+                    *(uint32_t *)(to + staged_chunk(token, chunk)) =
+                        pack_pair(acc[4 * chunk] * factor, acc[4 * chunk + 1] * factor, T());
+            }
+            const float2 sizes = unpack_pair(most, ptx_is_bf16<T>::value);
+            store_staged(p, y, way, e, first, e.col + round / 2 * kFp8Outputs, fmaxf(sizes.x, sizes.y));
+        }
+        if (round == 1) { /* plain alone goes on: both tokens of the upper 128 outputs */
+#pragma unroll
+            for (int i = 0; i < 64; i++) acc[i] = acc[64 + i];
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            if (i < 16 || p.gated) acc[4 * i] = acc[4 * i + 2], acc[4 * i + 1] = acc[4 * i + 3];
+    }
 }
 
 __device__ __forceinline__ void store_tile(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
-                                           const fp8_epilogue_t &e, const float (&acc)[128])
+                                           const fp8_epilogue_t &e, float (&acc)[128])
 {
+    if (way & FP8_QUICK) {
+        if (p.y_dtype == EPMOE_BF16)
+            store_quick_tile<__nv_bfloat16>(p, y, way, e, acc);
+        else
+            store_quick_tile<__half>(p, y, way, e, acc);
+        return;
+    }
     const int chunks = p.gated ? 1 : 2; /* of 128 outputs */
 #pragma unroll 1
     for (int i = 0; i < 2 * chunks; i++) {

@@ -267,6 +267,33 @@ static void check_shapes(testing_rng_t *rng)
     check_end();
 }
 
+/* Tiles of both sizes that begin at every row of a run of scales. */
+static void check_first_rows(testing_rng_t *rng)
+{
+    check_begin(op.name, "experts that begin at any row");
+    for (int32_t i = 0; i < 8; i++) {
+        shape_t shape = {.tokens = i % 2 ? 150 + i : 9 + i,
+                         .top_k = 1,
+                         .experts = 3,
+                         .n = 256,
+                         .k = 272,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = i % 3 ? EPMOE_BF16 : EPMOE_F32,
+                         .scales_dtype = EPMOE_F32,
+                         .activation = i % 4 < 2 ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .layout = EPMOE_LAYOUT_PACKED,
+                         .indexed = true,
+                         .row_weights = i % 4 > 1};
+        check_case_t c;
+        make(&c, rng, &shape);
+        int32_t *offsets = (int32_t *)(void *)check_find(&c, "expert_offsets")->host;
+        if (offsets[3] > i / 2 + 2) offsets[1] = i / 2 + 1, offsets[2] = offsets[1] + 1;
+        check_run(&c);
+        check_free(&c);
+    }
+    check_end();
+}
+
 /* The tiles of many tokens, and clusters of two over an odd number of blocks of weight rows. */
 static void check_many_rows(testing_rng_t *rng)
 {
@@ -507,6 +534,7 @@ void check_gemm_fp8(testing_rng_t *rng)
 {
     if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) return; /* no other tier computes this */
     check_shapes(rng);
+    check_first_rows(rng);
     check_many_rows(rng);
     check_epilogues(rng);
     check_depth(rng);
