@@ -24,12 +24,6 @@
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
-{
-    return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
-}
-
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
 __device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const stage_t &stage,
                                              const CUtensorMap *w_map)
@@ -138,8 +132,8 @@ __device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, 
         stage.fit(b, stage_bytes(kN));
         const uint32_t from = b.base + stage.at;
         wait_barrier(full + 8 * stage.index, stage.parity);
-        const uint64_t w = wgmma_descriptor(from + e.group * (kWeightBytes / 2));
-        const uint64_t x = wgmma_descriptor(from + kWeightBytes);
+        const uint64_t w = wgmma_descriptor(descriptor_start(from + e.group * (kWeightBytes / 2)));
+        const uint64_t x = wgmma_descriptor(descriptor_start(from + kWeightBytes));
         ptx_wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < kBlockK / 16; kk++) /* 16 elements are 32 bytes, 2 in the descriptor's units */
@@ -317,63 +311,6 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* What lies past the end of a dimension reads as zeros. dims and box in elements, strides in bytes. */
-epmoe_status_t encode_map(CUtensorMap *map, epmoe_dtype_t dtype, const void *data, cuuint32_t rank,
-                          const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box)
-{
-    static encode_fn encode; /* the same pointer whichever thread finds it */
-    if (!encode) {
-        void *function = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        EPMOEI_CUDA(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-        if (found != cudaDriverEntryPointSuccess || !function)
-            return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
-        encode = (encode_fn)function;
-    }
-    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-    CUresult result =
-        encode(map, dtype == EPMOE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-               (void *)(uintptr_t)data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %lld", (int)result,
-                           (long long)dims[0]);
-    return EPMOE_OK;
-}
-
-/* Weights [E,N,K] as columns, rows of a group of 8, gate and up, groups, experts; plain: columns, rows, 1, 1, experts.
- * A box is 64 columns of 128 rows. */
-epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p, CUtensorMap *map)
-{
-    const cuuint64_t row = (cuuint64_t)args->k * 2, n = (cuuint64_t)args->n, f = n / 2;
-    cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
-    cuuint64_t strides[4] = {row, n * row, n * row, n * row};
-    cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
-    if (p->gated) {
-        dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
-        strides[0] = p->interleaved ? 2 * row : row;
-        strides[1] = p->interleaved ? row : f * row;
-        strides[2] = p->interleaved ? 16 * row : 8 * row;
-        box[1] = 8, box[2] = 2, box[3] = kBlockW / 16;
-    }
-    return encode_map(map, args->x_dtype, args->weight.data, 5, dims, strides, box);
-}
-
-epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t rows, x_maps_t *maps)
-{
-    const cuuint64_t dims[2] = {(cuuint64_t)args->k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)args->k * 2};
-    for (int i = 0; i < kXMaps; i++) {
-        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
-        EPMOEI_CHECK(encode_map(&maps->map[i], args->x_dtype, x, 2, dims, strides, box));
-    }
-    return EPMOE_OK;
-}
-
 /* All of `limit` bytes of shared memory; false when the ring would hold too few stages for the product to overlap with
  * the copies. */
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
@@ -405,8 +342,8 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
     CUtensorMap w_map;
     x_maps_t x_maps;
-    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
-    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
+    EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
+    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
     const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
