@@ -2,15 +2,13 @@
  *
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
- * A block holds 128 rows of w and a tile's tokens in each of its stages. Roles by warp:
- *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
- *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
+ *   producer       a warp, of which one thread starts the copies of both operands into the stages, running ahead into
+ * the next tile scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
  * both, which saves the L2 cache a third of its reads.
- * A stage is as long as its tile needs, so that narrow tiles, whose steps take less time, have more of them on their
- * way: what hides the memory's latency is bytes.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
  * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
@@ -25,61 +23,59 @@ namespace
 {
 
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
-__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const stage_t &stage,
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
                                              const CUtensorMap *w_map)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
-    ptx_mbarrier_arrive_expect(done, stage_bytes(at.tile.width));
-    ptx_tma_load_5d(b.base + stage.at, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
+    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
+                    at.tile.expert);
 }
 
-__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const stage_t &stage,
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
                                             const x_maps_t *x_maps)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
-    const uint32_t to = b.base + stage.at + kWeightBytes;
-    int32_t token = at.first;
-#pragma unroll
-    for (int i = kXMaps - 1; i >= 0; i--) {
-        if (!(at.part & 8 << i)) continue;
-        const uint32_t part = to + token * kBlockK * 2;
-        const int32_t k = at.step * kBlockK, row = at.tile.row + token;
-        if (b.line.cluster == 1)
-            ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
-        else
-            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
-        token += 8 << i;
-    }
+    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
+    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    const CUtensorMap *map = &x_maps->map[at.part / 8 - 1];
+    if (b.line.cluster == 1)
+        ptx_tma_load_2d(to, map, done, at.step * kBlockK, at.tile.row);
+    else
+        ptx_tma_load_2d_multicast(to + at.first * kBlockK * 2, map, done, at.step * kBlockK, at.tile.row + at.first, 3);
 }
 
-/* One thread. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
+/* One warp. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
  * one ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    supply_t supply = {};
+    const uint32_t empty = ptx_shared_address(b.barriers->empty);
+    ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
     bool more = at.enter(p, b);
     if (p.chained) {
         walk_t first = at;
-        stage_t place = supply.next;
-        for (; more && supply.has_room(b, stage_bytes(at.tile.width)); more = at.advance(p, b)) {
-            load_weights(b, at, supply.next, w_map);
-            supply.take(b, stage_bytes(at.tile.width));
+        ring_t place = ring;
+        int32_t early = 0;
+        for (; more && early < b.line.stages; early++) {
+            if (ptx_elect_one()) load_weights(b, at, ring, w_map);
+            more = at.advance(p, b);
+            ring.advance(b.line.stages);
         }
         epmoei_begin_dependent();
-        for (int32_t early = supply.taken; early > 0; early--) {
-            load_tokens(b, first, place, x_maps);
-            place.advance(stage_bytes(first.tile.width));
+        for (; early > 0; early--) {
+            if (ptx_elect_one()) load_tokens(b, first, place, x_maps);
             first.advance(p, b);
+            place.advance(b.line.stages);
         }
     }
-    for (; more; more = at.advance(p, b)) {
-        supply.make_room(b, stage_bytes(at.tile.width));
-        load_weights(b, at, supply.next, w_map);
-        load_tokens(b, at, supply.next, x_maps);
-        supply.take(b, stage_bytes(at.tile.width));
+    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (ptx_elect_one()) {
+            load_weights(b, at, ring, w_map);
+            load_tokens(b, at, ring, x_maps);
+        }
     }
 }
 
@@ -123,15 +119,14 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 
 /* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
 template <typename T, int kN, int kMaxN>
-__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, stage_t &stage, float (&acc)[kMaxN / 2],
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, ring_t &ring, float (&acc)[kMaxN / 2],
                                          finished_t<kMaxN> &done, ring_t &parts)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
-        stage.fit(b, stage_bytes(kN));
-        const uint32_t from = b.base + stage.at;
-        wait_barrier(full + 8 * stage.index, stage.parity);
+        const uint32_t from = b.base + ring.stage * b.stage_bytes;
+        wait_barrier(full + 8 * ring.stage, ring.parity);
         const uint64_t w = wgmma_descriptor(descriptor_start(from + e.group * (kWeightBytes / 2)));
         const uint64_t x = wgmma_descriptor(descriptor_start(from + kWeightBytes));
         ptx_wgmma_fence();
@@ -144,8 +139,8 @@ __device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, 
             release(b, previous);
         }
         if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
-        previous = empty + 8 * stage.index;
-        stage.advance(stage_bytes(kN));
+        previous = empty + 8 * ring.stage;
+        ring.advance(b.line.stages);
     }
     if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
@@ -196,8 +191,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
     e.gated = p.gated;
     finished_t<kMaxN> done = {};
-    stage_t stage = {};
-    ring_t notes = {0, 0}, parts = {0, 0};
+    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const int32_t width = b.notes_of(notes.stage)->tile.width;
@@ -213,7 +207,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e, stage, acc, done, parts);                                       \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                        \
         break
             WIDTH(8);
             WIDTH(16);
@@ -258,12 +252,13 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     b.line = line;
     b.shared = shared;
     b.base = ptx_shared_address(shared);
+    b.stage_bytes = kWeightBytes + line.max_n * kBlockK * 2;
     b.notes = shared + layout.notes;
     b.notes_bytes = layout.notes_bytes;
     b.barriers = (barriers_t *)(shared + layout.barriers);
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
-        for (int i = 0; i < kMostStages; i++) {
+        for (int i = 0; i < line.stages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
@@ -297,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
 
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 40>();
-        if (threadIdx.x == 0)
+        if (threadIdx.x / 32 == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
@@ -311,8 +306,8 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
-/* All of `limit` bytes of shared memory; false when the ring would hold too few stages for the product to overlap with
- * the copies. */
+/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
+ * copies. */
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
                      int32_t *bytes)
 {
@@ -320,12 +315,12 @@ bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
-    line->ring_bytes = 0;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
-    const int32_t most = (limit - shared_layout(*line).cumulative - list) / 1024 * 1024;
-    line->ring_bytes = (int32_t)epmoei_min64(most, kMostStages * stage_bytes(max_n));
-    *bytes = shared_layout(*line).cumulative + list;
-    return most >= fewest * stage_bytes(max_n);
+    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
+        *bytes = shared_layout(*line).cumulative + list;
+        if (*bytes <= limit) return true;
+    }
+    return false;
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)
@@ -343,7 +338,7 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     CUtensorMap w_map;
     x_maps_t x_maps;
     EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
-    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k));
+    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k, line.max_n / line.cluster));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
     const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);

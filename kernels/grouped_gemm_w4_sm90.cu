@@ -23,16 +23,15 @@
 namespace
 {
 
-/* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
+/* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a block of x.
  */
 template <typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
                                         const x_maps_t *x_maps)
 {
-    static_assert(2 * Cut::kTiles <= 4 && 16 + Cut::kDepth * kXMaps <= 32, "lanes enough");
+    static_assert(2 * Cut::kTiles <= 4 && Cut::kDepth <= 16, "lanes enough");
     const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
-    const int box = (lane - 16) % kXMaps, depth = (lane - 16) / kXMaps;
-    const bool copies_x = lane >= 16 && depth < Cut::kDepth;
+    const int depth = lane - 16;
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
     const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
@@ -57,14 +56,14 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
             const int64_t tile = at.w_tile + w_place;
             const int64_t from = kind == 0 ? tile * w.blocks + at.block : tile * w.groups + at.group;
             if (w_place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
-        } else if (copies_x && at.part & 8 << box) {
-            const int32_t token = at.first + (at.part & ~((16 << box) - 1)); /* behind the wider boxes */
-            const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + token;
-            const uint32_t x_to = to + (depth * b.line.max_n + token) * kBlockK * 2;
+        } else if (depth >= 0 && depth < Cut::kDepth) {
+            const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + at.first;
+            const uint32_t x_to = to + (depth * b.line.max_n + at.first) * kBlockK * 2;
+            const CUtensorMap *x_map = &x_maps->map[at.part / 8 - 1];
             if (Cut::kCluster == 1)
-                ptx_tma_load_2d(x_to, &x_maps->map[box], done, col, row);
+                ptx_tma_load_2d(x_to, x_map, done, col, row);
             else
-                ptx_tma_load_2d_multicast(x_to, &x_maps->map[box], done, col, row, 3);
+                ptx_tma_load_2d_multicast(x_to, x_map, done, col, row, 3);
         }
         __syncwarp();
     }
@@ -416,7 +415,7 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     if (!*fits) return EPMOE_OK;
 
     x_maps_t x_maps;
-    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k));
+    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k, line.max_n / Cut::kCluster));
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles =

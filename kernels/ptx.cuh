@@ -349,6 +349,15 @@ __device__ __forceinline__ void ptx_tma_load_2d_multicast(uint32_t shared, const
                  : "memory");
 }
 
+/* True in one thread of the warp. The compiler knows that it is one, and so passes what a copy needs to the unit that
+ * starts it without a loop over threads. */
+__device__ __forceinline__ bool ptx_elect_one()
+{
+    uint32_t elected;
+    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+    return elected;
+}
+
 __device__ __forceinline__ uint32_t ptx_cluster_block_rank()
 {
     uint32_t rank;
