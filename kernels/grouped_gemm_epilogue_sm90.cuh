@@ -179,6 +179,13 @@ __device__ __forceinline__ void select_part(float (&part)[16], const float (&acc
     }
 }
 
+/* Where a loop over the tokens of a tile, of which there is at least one, ends: a constant when the accumulators are of
+ * one part, whose registers are then free in the only round. */
+template <int kRegisters> __device__ __forceinline__ int last_token(const epilogue_t &e)
+{
+    return kRegisters == 16 ? 1 : e.num_rows;
+}
+
 /* 32 outputs a token. kPlainSilu: without clamp and weights. */
 template <typename T, bool kPlainSilu, int kRegisters>
 __device__ __forceinline__ void stage_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
@@ -188,11 +195,11 @@ __device__ __forceinline__ void stage_gated(const gemm_params_t &p, const epilog
     const sigmoid_family_t family = sigmoid_family(p);
     const float no_bias[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (int first = 0; first < e.num_rows; first += kPartRows<4>, parts.advance(kStagingParts)) {
+    for (int first = 0; first < last_token<kRegisters>(e); first += kPartRows<4>, parts.advance(kStagingParts)) {
         const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
         wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
 #pragma unroll 1
-        for (int token = first; token < min(first + kPartRows<4>, e.num_rows); token += kSelectTokens) {
+        for (int token = first; token < min(first + kPartRows<4>, last_token<kRegisters>(e)); token += kSelectTokens) {
             float part[16];
             uint32_t packed[4];
             select_part(part, acc, token / kSelectTokens, kPlainSilu ? e.bias : no_bias);
@@ -223,7 +230,7 @@ __device__ __forceinline__ void stage_plain(const gemm_params_t &p, const epilog
     static_assert(kPartRows<8> == kSelectTokens, "one selection fills a part");
     const int lane = e.tid % 32, warp = e.tid / 32;
 #pragma unroll 1
-    for (int token = 0; token < e.num_rows; token += kSelectTokens, parts.advance(kStagingParts)) {
+    for (int token = 0; token < last_token<kRegisters>(e); token += kSelectTokens, parts.advance(kStagingParts)) {
         const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
         float part[16];
         select_part(part, acc, token / kSelectTokens, e.bias);
@@ -259,7 +266,7 @@ __device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue
     const float no_bias[2] = {0.0f, 0.0f}; /* gemm_finish adds it */
     const int cols = p.gated ? 32 : 64;
 #pragma unroll 1
-    for (int chunk = 0; chunk * kTokens < e.num_rows; chunk++) {
+    for (int chunk = 0; chunk * kTokens < last_token<kRegisters>(e); chunk++) {
         float part[16];
         select_part(part, acc, chunk, no_bias);
         warpgroup_barrier(e.group);
