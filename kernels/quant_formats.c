@@ -103,8 +103,9 @@ static epmoe_status_t check_storage(const epmoe_weight_t *weight, const char *na
                            (int)weight->storage);
     if (weight->storage == EPMOE_STORAGE_TILES && weight->format != EPMOE_FORMAT_W4 &&
         weight->format != EPMOE_FORMAT_MXFP4)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.storage is TILES and its format %s: expected w4 or mxfp4",
-                           name, epmoe_format_string(weight->format));
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "%s.storage is 1 (TILES) and its format %s: expected w4 or mxfp4", name,
+                           epmoe_format_string(weight->format));
     return EPMOE_OK;
 }
 

@@ -18,38 +18,46 @@ typedef struct case_t {
     bool gated;
     epmoe_layout_t layout;
     bool fp8_activations;
+    int32_t group_rows;
 } case_t;
 
 enum { E = 3 };
 
 static const case_t cases[] = {
-    {EPMOE_FORMAT_FP8_BLOCK, 140, 200, 128, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 84, 1100, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 384, 130, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 384, 130, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 60, 300, 32, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 70, 1300, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, true},
-    {EPMOE_FORMAT_FP8_BLOCK, 33, 129, 0, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, true},
-    {EPMOE_FORMAT_GPTQ, 72, 192, 128, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_GPTQ, 34, 1200, 64, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_GPTQ, 34, 150, 32, QUANT_INDEX_ANY, true, EPMOE_LAYOUT_INTERLEAVED, false},
-    {EPMOE_FORMAT_AWQ, 48, 260, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_CT_W4, 66, 270, -1, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_CT_W4, 34, 300, 32, QUANT_INDEX_ANY, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_MXFP4, 74, 1120, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false},
-    {EPMOE_FORMAT_MXFP4, 74, 64, 0, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_W4, 80, 1300, 128, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_W4, 80, 1090, 64, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_W4, 37, 205, 24, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_W4, 37, 100, 32, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false},
+    {EPMOE_FORMAT_FP8_BLOCK, 140, 200, 128, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 84, 1100, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 384, 130, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 384, 130, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 60, 300, 32, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 70, 1300, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, true, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 33, 129, 0, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, true, 0},
+    /* A scale for each row, for all of them, and blocks that are not square. */
+    {EPMOE_FORMAT_FP8_BLOCK, 70, 300, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false, 1},
+    {EPMOE_FORMAT_FP8_BLOCK, 70, 304, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, true, 1},
+    {EPMOE_FORMAT_FP8_BLOCK, 70, 304, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 1},
+    {EPMOE_FORMAT_FP8_BLOCK, 33, 144, -1, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, -1},
+    {EPMOE_FORMAT_FP8_BLOCK, 38, 144, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, -1},
+    {EPMOE_FORMAT_FP8_BLOCK, 84, 400, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 5},
+    {EPMOE_FORMAT_GPTQ, 72, 192, 128, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_GPTQ, 34, 1200, 64, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_GPTQ, 34, 150, 32, QUANT_INDEX_ANY, true, EPMOE_LAYOUT_INTERLEAVED, false, 0},
+    {EPMOE_FORMAT_AWQ, 48, 260, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_CT_W4, 66, 270, -1, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_CT_W4, 34, 300, 32, QUANT_INDEX_ANY, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_MXFP4, 74, 1120, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false, 0},
+    {EPMOE_FORMAT_MXFP4, 74, 64, 0, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_W4, 80, 1300, 128, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_W4, 80, 1090, 64, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_W4, 37, 205, 24, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_W4, 37, 100, 32, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, false, 0},
     /* Of widths that are widened in registers. */
-    {EPMOE_FORMAT_FP8_BLOCK, 140, 1152, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_FP8_BLOCK, 19, 1056, 96, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, true},
-    {EPMOE_FORMAT_FP8_BLOCK, 38, 2064, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false},
-    {EPMOE_FORMAT_CT_W4, 34, 272, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false},
-    {EPMOE_FORMAT_W4, 80, 1328, 128, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_W4, 66, 1104, 16, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false},
-    {EPMOE_FORMAT_W4, 21, 2096, -1, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false},
+    {EPMOE_FORMAT_FP8_BLOCK, 140, 1152, 0, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 19, 1056, 96, QUANT_INDEX_NONE, false, EPMOE_LAYOUT_GATE_FIRST, true, 0},
+    {EPMOE_FORMAT_FP8_BLOCK, 38, 2064, -1, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_INTERLEAVED, false, 0},
+    {EPMOE_FORMAT_CT_W4, 34, 272, 64, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_GATE_FIRST, false, 0},
+    {EPMOE_FORMAT_W4, 80, 1328, 128, QUANT_INDEX_NONE, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_W4, 66, 1104, 16, QUANT_INDEX_EVEN, true, EPMOE_LAYOUT_PACKED, false, 0},
+    {EPMOE_FORMAT_W4, 21, 2096, -1, QUANT_INDEX_EVEN, false, EPMOE_LAYOUT_PACKED, false, 0},
 };
 #define NUM_CASES (sizeof cases / sizeof cases[0])
 
@@ -104,7 +112,7 @@ static void run_case(const case_t *c, testing_rng_t *rng, const int32_t *counts,
     for (int e = 0; e < E; e++) offsets[e + 1] = offsets[e] + counts[e];
     int64_t rows = offsets[E], n_out = c->gated ? c->n / 2 : c->n;
     int64_t half = c->gated && (c->format == EPMOE_FORMAT_W4 || c->layout == EPMOE_LAYOUT_PACKED) ? n_out : 0;
-    quant_case_t made = quant_case_make(rng, c->format, E, c->n, c->k, c->group, c->index, half);
+    quant_case_t made = quant_case_make_rows(rng, c->format, E, c->n, c->k, c->group, c->group_rows, c->index, half);
     float *x = testing_buffer(rows * c->k * 4, 4), *y = testing_buffer(rows * n_out * 4, 4);
     double *ref = malloc((size_t)(rows * n_out) * sizeof *ref);
     testing_fill_normal(rng, x, EPMOE_F32, rows * c->k, 0.05f / sqrtf((float)c->k));

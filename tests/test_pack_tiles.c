@@ -188,6 +188,8 @@ Test(pack_tiles, products_tell_rows_and_tiles_apart)
     gemm.backend = EPMOE_BACKEND_CPU, gemm.num_experts = 1, gemm.n = N, gemm.k = K, gemm.max_rows = ROWS;
     gemm.x_dtype = gemm.y_dtype = EPMOE_F32, gemm.x = x, gemm.y = y;
     gemm.activation = EPMOE_ACTIVATION_NONE, gemm.layout = EPMOE_LAYOUT_PACKED, gemm.weight = p.args.weight;
+    cr_assert_eq(epmoe_grouped_gemm_workspace_size(&gemm, &gemm.workspace_bytes), EPMOE_OK, "%s", epmoe_last_error());
+    gemm.workspace = testing_buffer(gemm.workspace_bytes, 0);
     const unsigned char *bytes = (const unsigned char *)y, *values = (const unsigned char *)w;
     OP_REJECTS(epmoe_grouped_gemm, gemm, EPMOE_ERROR_NOT_SUPPORTED, "weight.storage is 1", bytes[0] == 0xA5,
                bad.weight = tiles);
@@ -197,6 +199,7 @@ Test(pack_tiles, products_tell_rows_and_tiles_apart)
                (bad.weight.storage = EPMOE_STORAGE_TILES, bad.weight.format = EPMOE_FORMAT_F32));
     cr_assert_eq(epmoe_grouped_gemm(&gemm, NULL), EPMOE_OK, "%s", epmoe_last_error());
 
+    testing_buffer_free(gemm.workspace);
     epmoe_dequant_args_t dequant = EPMOE_DEQUANT_ARGS_INIT;
     dequant.backend = EPMOE_BACKEND_CPU, dequant.n = N, dequant.k = K, dequant.weight = p.args.weight, dequant.w = w;
     OP_REJECTS(epmoe_dequant, dequant, EPMOE_ERROR_NOT_SUPPORTED, "weight.storage is 1", values[0] == 0xA5,
