@@ -231,6 +231,7 @@ int64_t epmoei_quant_scale_at(const epmoei_quant_t *quant, int64_t row, int64_t 
     switch (quant->format) {
     case EPMOE_FORMAT_FP8_BLOCK: {
         int32_t high = epmoei_quant_row_group(quant);
+        if (quant->transposed) return group * epmoei_ceil_div(quant->stored_rows, high) + row / high;
         int64_t block = half && row >= half ? epmoei_ceil_div(half, high) + (row - half) / high : row / high;
         return block * groups + group;
     }
@@ -248,8 +249,10 @@ float epmoei_quant_at(const epmoei_quant_t *quant, int64_t row, int64_t col)
     int64_t stored = quant->first_row + row * quant->row_step;
     int64_t group = has_group_index(quant) ? epmoei_quant_index(quant, col) : col / quant->group;
     float scale = epmoei_quant_scale(quant, epmoei_quant_scale_at(quant, stored, group));
-    if (quant->format == EPMOE_FORMAT_FP8_BLOCK)
-        return epmoei_e4m3_to_f32(((const uint8_t *)quant->data)[stored * quant->cols + col]) * scale;
+    if (quant->format == EPMOE_FORMAT_FP8_BLOCK) {
+        int64_t at = quant->transposed ? col * quant->stored_rows + stored : stored * quant->cols + col;
+        return epmoei_e4m3_to_f32(((const uint8_t *)quant->data)[at]) * scale;
+    }
     uint32_t code = epmoei_quant_code(quant, stored, col);
     if (quant->format == EPMOE_FORMAT_MXFP4) return epmoei_e2m1_to_f32((uint8_t)code) * scale;
     return (float)((int32_t)code - epmoei_quant_zero(quant, stored, group)) * scale;
@@ -300,7 +303,7 @@ static void widen_awq(const epmoei_quant_t *quant, int64_t stored, int64_t first
 
 void epmoei_quant_row(const epmoei_quant_t *quant, int64_t row, int64_t first, int64_t count, float *out)
 {
-    if (has_group_index(quant)) {
+    if (has_group_index(quant) || quant->transposed) {
         for (int64_t c = first; c < first + count; c++) *out++ = epmoei_quant_at(quant, row, c);
         return;
     }

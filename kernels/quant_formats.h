@@ -42,6 +42,7 @@ typedef struct epmoei_quant_t {
     int64_t stored_rows;
     int64_t first_row;
     int64_t row_step;
+    bool transposed;     /* FP8_BLOCK: codes and scales lie as those of [cols,stored_rows]; without a second half */
     int64_t second_half; /* FP8_BLOCK: the stored row at which blocks begin anew; 0 = they do not */
     const void *data;
     const void *scales;

@@ -94,10 +94,25 @@ static void put_scale(const epmoei_quant_t *source, const epmoei_pack_target_t *
         epmoei_store(target->scales, target->shape.scales_dtype, to, epmoei_quant_scale(source, from));
 }
 
+/* Blocks, so that each line of the source is fetched once. */
+static void pack_transposed(const epmoei_quant_t *source, const epmoei_pack_target_t *target)
+{
+    enum { kBlock = 64 };
+    const uint8_t *from = source->data;
+#pragma omp parallel for schedule(static)
+    for (int64_t r0 = 0; r0 < source->rows; r0 += kBlock)
+        for (int64_t c0 = 0; c0 < source->cols; c0 += kBlock)
+            for (int64_t c = c0; c < epmoei_min64(c0 + kBlock, source->cols); c++)
+                for (int64_t r = r0; r < epmoei_min64(r0 + kBlock, source->rows); r++)
+                    ((uint8_t *)target->data)[target_row(target, r) * source->cols + c] =
+                        from[c * source->stored_rows + source->first_row + r * source->row_step];
+}
+
 static void pack_blocks(const epmoei_quant_t *source, const epmoei_pack_target_t *target)
 {
     int64_t cols = source->cols, groups = epmoei_ceil_div(cols, source->group), high = epmoei_quant_row_group(source);
-    for (int64_t r = 0; r < source->rows; r++)
+    if (source->transposed) pack_transposed(source, target);
+    for (int64_t r = 0; r < source->rows && !source->transposed; r++)
         memcpy((char *)target->data + target_row(target, r) * cols,
                (const char *)source->data + (source->first_row + r * source->row_step) * cols, (size_t)cols);
     for (int64_t r = 0; r < source->rows; r += high)

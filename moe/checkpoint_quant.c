@@ -274,8 +274,12 @@ static epmoe_status_t stacked_fp8(epmoei_reader_t *reader, const char *pattern, 
     quant->row_group = config->quant.per_row ? 1 : quant->group;
     epmoei_quant_sizes_t sizes =
         epmoei_quant_sizes_rows(quant->format, quant->rows, quant->cols, quant->group, quant->row_group, 0);
-    const int64_t shape[] = {config->num_experts.value, quant->rows, quant->cols};
-    const int64_t scale_shape[] = {shape[0], epmoei_ceil_div(quant->rows, quant->row_group), sizes.groups};
+    /* Blocks of a transposed matrix lie along the other dimension too. */
+    quant->transposed = config->family->stacked_transposed;
+    const int64_t high = epmoei_ceil_div(quant->rows, quant->row_group), wide = sizes.groups;
+    const int64_t shape[] = {config->num_experts.value, quant->transposed ? quant->cols : quant->rows,
+                             quant->transposed ? quant->rows : quant->cols};
+    const int64_t scale_shape[] = {shape[0], quant->transposed ? wide : high, quant->transposed ? high : wide};
     EPMOEI_CHECK(epmoei_reader_check_shape(codes, 3, shape, reason));
     EPMOEI_CHECK(epmoei_reader_check_shape(scales, 3, scale_shape, reason));
     EPMOEI_CHECK(check_dtype(scales, epmoei_is_scales_dtype(scales->dtype), "F32, BF16, F16 or F8_E8M0"));
@@ -300,11 +304,8 @@ epmoe_status_t epmoei_reader_quant_stacked(epmoei_reader_t *reader, const char *
     const epmoei_tensor_t *data = fp8 ? plain : blocks;
     EPMOEI_CHECK(check_method(reader, data, result.format));
     epmoei_reader_note(reader, pattern, 0, true);
-    /* Blocks of a transposed matrix lie along the other dimension. */
-    const char *refusal = config->quant.refusal;
-    if (fp8 && config->family->stacked_transposed) refusal = "fp8_block, transposed";
-    if (refusal[0]) {
-        epmoei_reader_refuse(reader, data, refusal);
+    if (config->quant.refusal[0]) {
+        epmoei_reader_refuse(reader, data, config->quant.refusal);
         return EPMOE_OK;
     }
     EPMOEI_CHECK(fp8 ? stacked_fp8(reader, pattern, data, reason, &result, expert)
