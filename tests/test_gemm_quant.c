@@ -453,3 +453,31 @@ Test(gemm_quant, bad_indices_are_errors)
     testing_buffer_free(y);
     quant_case_free(&made);
 }
+
+/* Groups of zeros, of x as of weights, make no NaN: rows 0 and 1 of x are 0 in the first 128 columns or all over. */
+Test(gemm_quant, groups_of_zeros)
+{
+    enum { N = 16, K = 256, ROWS = 4 };
+    static uint8_t codes[N * K];
+    static float x[ROWS * K], y[ROWS * N];
+    float scales[2] = {0.5f, 0.25f};
+    memset(codes, 0x38, sizeof codes);
+    for (int i = 128; i < K; i++) x[i] = 1.0f;
+    x[2 * K + 5] = -0.0f;
+    x[3 * K + 200] = 1e-30f;
+    epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    args.backend = EPMOE_BACKEND_CPU;
+    args.num_experts = 1, args.n = N, args.k = K, args.max_rows = ROWS;
+    args.x_dtype = args.y_dtype = EPMOE_F32, args.x = x, args.y = y;
+    args.weight.format = EPMOE_FORMAT_FP8_BLOCK, args.weight.data = codes, args.weight.scales = scales;
+    args.activation = EPMOE_ACTIVATION_NONE, args.fp8_activations = 1;
+    cr_assert_eq(epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes), EPMOE_OK, "%s", epmoe_last_error());
+    args.workspace = testing_buffer(args.workspace_bytes + 8, 0);
+    cr_assert_eq(epmoe_grouped_gemm(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    for (int n = 0; n < N; n++) {
+        cr_assert(fabsf(y[n] - 32.0f) <= 1e-4f, "row 0: %g", (double)y[n]); /* 128 times 1 times 0.25 */
+        cr_assert(y[N + n] == 0.0f && y[2 * N + n] == 0.0f);
+        cr_assert(fabsf(y[3 * N + n] - 0.25e-30f) <= 0.02e-30f, "row 3: %g", (double)y[3 * N + n]);
+    }
+    testing_buffer_free(args.workspace);
+}

@@ -218,3 +218,73 @@ Test(pack_tiles, products_tell_rows_and_tiles_apart)
     cr_assert_eq(epmoei_grouped_gemm_quant_check_cuda(&checked), EPMOE_OK, "%s", epmoe_last_error());
     drop(&p);
 }
+
+/* The value everywhere in a matrix [8,8] of one format, after it became tiles. */
+static void expect_all(const epmoe_weight_t *weight, float want, const char *what)
+{
+    testing_rng_t rng = testing_rng(1);
+    packed_t p = prepare(&rng, EPMOE_FORMAT_W4, 1, 8, 8, -1, false);
+    p.args.weight = *weight;
+    pack(&p);
+    const epmoei_quant_tiles_t tiles =
+        epmoei_quant_tiles(EPMOE_FORMAT_W4, p.size.tiles.scales_dtype, 8, 8, p.size.tiles.group_size, false);
+    for (int64_t r = 0; r < 8; r++)
+        for (int64_t c = 0; c < 8; c++)
+            cr_assert(tiled_value(&p, &tiles, 0, r, c) == want, "%s [%d,%d] is %g", what, (int)r, (int)c,
+                      (double)tiled_value(&p, &tiles, 0, r, c));
+    drop(&p);
+}
+
+/* Codes of 9 and scales of 0.5: stored zeros of 7 (v1) and 8 (v2) are 8, an AWQ zero of 0 stays 0. */
+Test(pack_tiles, zero_points_keep_their_meaning)
+{
+    const uint32_t codes[8] = {0x99999999, 0x99999999, 0x99999999, 0x99999999,
+                               0x99999999, 0x99999999, 0x99999999, 0x99999999};
+    const uint16_t halves[8] = {0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800};
+    const uint32_t sevens[] = {0x77777777}, eights[] = {0x88888888}, none[] = {0}, last[] = {0xFFFFFFFF};
+    epmoe_weight_t weight = EPMOE_WEIGHT_INIT;
+    weight.group_size = -1, weight.scales_dtype = EPMOE_F16, weight.data = codes, weight.scales = halves;
+    weight.format = EPMOE_FORMAT_GPTQ;
+    weight.zero_convention = 1, weight.zeros = sevens;
+    expect_all(&weight, 0.5f, "v1 with 7");
+    weight.zeros = last; /* a zero of 0, less one */
+    expect_all(&weight, 4.5f, "v1 with 15");
+    weight.zero_convention = 2, weight.zeros = eights;
+    expect_all(&weight, 0.5f, "v2 with 8");
+    weight.format = EPMOE_FORMAT_AWQ, weight.zeros = none;
+    expect_all(&weight, 4.5f, "awq with 0");
+}
+
+/* One row of AWQ's nibbles and one column of GPTQ's, which lie in different orders; AWQ's zeros as its codes. */
+Test(pack_tiles, nibbles_of_awq_and_gptq)
+{
+    const uint32_t words[8] = {0x75316420, 0x75316420, 0x75316420, 0x75316420,
+                               0x75316420, 0x75316420, 0x75316420, 0x75316420};
+    const uint32_t columns[8] = {0x76543210, 0x76543210, 0x76543210, 0x76543210,
+                                 0x76543210, 0x76543210, 0x76543210, 0x76543210};
+    const uint32_t sevens[8] = {0x77777777, 0x77777777, 0x77777777, 0x77777777,
+                                0x77777777, 0x77777777, 0x77777777, 0x77777777};
+    const uint32_t none[] = {0};
+    const float ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    const struct {
+        epmoe_format_t format;
+        const uint32_t *codes, *zeros;
+    } cases[] = {
+        {EPMOE_FORMAT_AWQ, words, none}, {EPMOE_FORMAT_GPTQ, columns, none}, {EPMOE_FORMAT_AWQ, sevens, words}};
+    for (int i = 0; i < 3; i++) {
+        testing_rng_t rng = testing_rng(1);
+        packed_t p = prepare(&rng, EPMOE_FORMAT_W4, 1, 8, 8, -1, false);
+        p.args.weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+        p.args.weight.format = cases[i].format, p.args.weight.group_size = -1, p.args.weight.zero_convention = 2;
+        p.args.weight.data = cases[i].codes, p.args.weight.scales = ones, p.args.weight.zeros = cases[i].zeros;
+        pack(&p);
+        const epmoei_quant_tiles_t tiles = epmoei_quant_tiles(EPMOE_FORMAT_W4, EPMOE_F32, 8, 8, 8, false);
+        for (int r = 0; r < 8; r++)
+            for (int c = 0; c < 8; c++) {
+                const float want = (float)(i == 0 ? r : i == 1 ? c : 7 - r);
+                cr_assert(tiled_value(&p, &tiles, 0, r, c) == want, "case %d [%d,%d] is %g, not %g", i, r, c,
+                          (double)tiled_value(&p, &tiles, 0, r, c), (double)want);
+            }
+        drop(&p);
+    }
+}
