@@ -133,7 +133,8 @@ static void run_case(const case_t *c, testing_rng_t *rng, const int32_t *counts,
     args.workspace = testing_buffer(args.workspace_bytes + 8, 0);
     cr_assert_eq(epmoe_grouped_gemm(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
     double error = testing_row_error(y, EPMOE_F32, ref, rows, n_out);
-    cr_assert(error <= 1e-5, "case %d (%s, n %d, k %d, rows %d): error %g", (int)(c - cases),
+    /* The reference adds one product after the other. */
+    cr_assert(error <= 1e-5 + 0x1p-26 * c->k, "case %d (%s, n %d, k %d, rows %d): error %g", (int)(c - cases),
               epmoe_format_string(c->format), c->n, c->k, (int)rows, error);
     cr_assert(testing_guards_intact(y) && testing_guards_intact(args.workspace));
 
