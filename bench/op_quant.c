@@ -87,7 +87,7 @@ static epmoe_status_t make_dequant(op_job_t *job)
         const epmoei_random_quant_t random = {EPMOE_FORMAT_FP8_BLOCK, group,      job->bench->options->seed + RANDOM_OP,
                                               EPMOEI_RANDOM_DOWN,     (int32_t)e, k};
         const epmoei_pack_target_t target = {
-            .shape = {EPMOE_FORMAT_FP8_BLOCK, group, EPMOE_F32, false, false},
+            .shape = {.format = EPMOE_FORMAT_FP8_BLOCK, .group = group, .scales_dtype = EPMOE_F32},
             .data = (char *)data + e * sizes.data_bytes,
             .scales = (float *)scales + e * sizes.scales,
             .row_step = 1,

@@ -11,6 +11,7 @@ epmoe_status_t epmoei_dequant_check(const epmoe_dequant_args_t *args, epmoe_dequ
     EPMOEI_CHECK(epmoei_check_range("n", out->n, 1, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("k", out->k, 1, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_volume("weight", out->num_experts, out->n, out->k));
+    EPMOEI_CHECK(epmoei_weight_check_rows(&out->weight, "weight"));
     if (epmoei_format_is_quantised(out->weight.format))
         EPMOEI_CHECK(epmoei_quant_check_weight(&out->weight, "weight", out->k));
     else if (epmoei_dtype_of_format(out->weight.format) == EPMOE_DTYPE_NONE)
@@ -24,7 +25,8 @@ double epmoei_weight_bytes(const epmoe_weight_t *weight, int64_t num_experts, in
 {
     if (!epmoei_format_is_quantised(weight->format))
         return (double)num_experts * (double)n * (double)k * epmoe_dtype_size(epmoei_dtype_of_format(weight->format));
-    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(weight->format, n, k, weight->group_size, 0);
+    epmoei_quant_sizes_t sizes =
+        epmoei_quant_sizes_rows(weight->format, n, k, weight->group_size, weight->group_rows, 0);
     return (double)num_experts *
            ((double)sizes.data_bytes + (double)sizes.scales * epmoe_dtype_size(weight->scales_dtype) +
             (weight->zeros ? (double)sizes.zeros_bytes : 0) + (weight->g_idx ? 4.0 * (double)k : 0));

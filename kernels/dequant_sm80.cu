@@ -1,6 +1,5 @@
 #include "kernels/dequant.h"
-#include "kernels/quant_cuda.cuh"
-#include "kernels/quant_formats.h"
+#include "kernels/quant_rows_cuda.cuh"
 #include "kernels/rows_cuda.cuh"
 
 namespace
@@ -14,73 +13,8 @@ constexpr int kTileCols = 128;
 constexpr int kTileWords = kTileRows * kTileCols / 8;
 constexpr int kColsInFlight = kTileCols / 32;
 
-/* A weight [E,N,K]. */
-struct dequant_t {
-    epmoe_format_t format;
-    epmoe_dtype_t scales_dtype;
-    int32_t group;
-    int32_t zero_convention;
-    int32_t n;
-    int32_t k;
-    int32_t groups;
-    int64_t rows; /* E*N */
-    int64_t scales_per_expert;
-    const void *data;
-    const void *scales;
-    const uint8_t *zeros;
-    const int32_t *g_idx;
-    float *w;
-};
-
-/* -------------------------------------------------------------------------------------------------------- pieces */
-
-__device__ __forceinline__ float load_scale(const dequant_t &d, int64_t i)
-{
-    switch (d.scales_dtype) {
-    case EPMOE_F32: return ((const float *)d.scales)[i];
-    case EPMOE_F8_E8M0: return quant_scale(((const uint8_t *)d.scales)[i], d.scales_dtype);
-    default: return quant_scale(((const uint16_t *)d.scales)[i], d.scales_dtype);
-    }
-}
-
-/* epmoei_quant_scale_at, without a second half. */
-__device__ __forceinline__ int64_t scale_at(const dequant_t &d, int64_t expert, int32_t row, int32_t group)
-{
-    int64_t at = expert * d.scales_per_expert;
-    switch (d.format) {
-    case EPMOE_FORMAT_FP8_BLOCK: return at + (int64_t)(row / d.group) * d.groups + group;
-    case EPMOE_FORMAT_GPTQ:
-    case EPMOE_FORMAT_AWQ: return at + (int64_t)group * d.n + row;
-    default: return at + (int64_t)row * d.groups + group;
-    }
-}
-
-/* AWQ's order 0 2 4 6 1 3 5 7: where row i of each eight is. */
-__device__ __forceinline__ int32_t awq_shift(int32_t row) { return 4 * ((row & 7) / 2 + (row & 1) * 4); }
-
-/* epmoei_quant_zero; 8 where the format has none. */
-__device__ __forceinline__ int32_t load_zero(const dequant_t &d, int64_t expert, int32_t row, int32_t group)
-{
-    if (!d.zeros) return 8;
-    const uint32_t *words = (const uint32_t *)d.zeros;
-    const int32_t row_words = (d.n + 7) / 8;
-    const int64_t word = expert * d.groups * row_words + (int64_t)group * row_words + row / 8;
-    switch (d.format) {
-    case EPMOE_FORMAT_GPTQ: {
-        int32_t stored = (int32_t)(words[word] >> (4 * (row & 7)) & 15);
-        return d.zero_convention == 1 ? (stored + 1) & 15 : stored;
-    }
-    case EPMOE_FORMAT_AWQ: return (int32_t)(words[word] >> awq_shift(row) & 15);
-    case EPMOE_FORMAT_CT_W4:
-        return (int32_t)(words[expert * d.groups * row_words + (int64_t)(row / 8) * d.groups + group] >>
-                             (4 * (row & 7)) &
-                         15);
-    default: return d.zeros[(expert * d.n + row) * d.groups + group];
-    }
-}
-
 /* Which group a column is in; an index outside of [0,G), which no caller may give, reads no foreign memory. */
-__device__ __forceinline__ int32_t group_of(const dequant_t &d, int64_t expert, int32_t col)
+__device__ __forceinline__ int32_t group_of(const quant_rows_t &d, int64_t expert, int32_t col)
 {
     if (!d.g_idx || d.format == EPMOE_FORMAT_W4) return col / d.group;
     const int32_t group = d.g_idx[expert * d.k + col];
@@ -101,7 +35,7 @@ __device__ __forceinline__ float e2m1_value(uint32_t code)
     return code & 8 ? -magnitude : magnitude;
 }
 
-__device__ __forceinline__ float value_of(const dequant_t &d, uint32_t code, float scale, int32_t zero)
+__device__ __forceinline__ float value_of(const quant_rows_t &d, uint32_t code, float scale, int32_t zero)
 {
     if (d.format == EPMOE_FORMAT_FP8_BLOCK) return e4m3_value(code) * scale;
     if (d.format == EPMOE_FORMAT_MXFP4) return e2m1_value(code) * scale;
@@ -109,7 +43,7 @@ __device__ __forceinline__ float value_of(const dequant_t &d, uint32_t code, flo
 }
 
 /* The codes of kUnit columns, a byte each; those past the row are 0. */
-__device__ __forceinline__ uint32_t load_codes(const dequant_t &d, int64_t row, int32_t col)
+__device__ __forceinline__ uint32_t load_codes(const quant_rows_t &d, int64_t row, int32_t col)
 {
     const uint8_t *data = (const uint8_t *)d.data;
     if (d.format == EPMOE_FORMAT_FP8_BLOCK) {
@@ -125,7 +59,7 @@ __device__ __forceinline__ uint32_t load_codes(const dequant_t &d, int64_t row, 
     return (pairs | pairs << 4) & 0x0F0F0F0Fu;
 }
 
-__device__ __forceinline__ float load_plain(const dequant_t &d, int64_t i)
+__device__ __forceinline__ float load_plain(const quant_rows_t &d, int64_t i)
 {
     switch (d.format) {
     case EPMOE_FORMAT_BF16: return __bfloat162float(((const __nv_bfloat16 *)d.data)[i]);
@@ -137,7 +71,7 @@ __device__ __forceinline__ float load_plain(const dequant_t &d, int64_t i)
 /* ------------------------------------------------------------------------------------------------------- kernels */
 
 /* Formats whose columns lie side by side: the plain ones, FP8_BLOCK, CT_W4, MXFP4, W4. */
-__global__ void __launch_bounds__(256) dequant_rows_kernel(const dequant_t d)
+__global__ void __launch_bounds__(256) dequant_rows_kernel(const quant_rows_t d, float *w)
 {
     const int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kUnit;
     if (first >= d.k) return;
@@ -159,13 +93,13 @@ __global__ void __launch_bounds__(256) dequant_rows_kernel(const dequant_t d)
             for (int i = 0; i < kUnit; i++) {
                 if (i == 0 || (!one_group && i < count)) {
                     const int32_t group = group_of(d, expert, col + i);
-                    scale = load_scale(d, scale_at(d, expert, row, group));
-                    zero = load_zero(d, expert, row, group);
+                    scale = quant_rows_scale(d, quant_rows_scale_at(d, expert, row, group));
+                    zero = quant_rows_zero(d, expert, row, group);
                 }
                 value[i] = value_of(d, codes >> (8 * i) & 255, scale, zero);
             }
         }
-        float *to = d.w + r * d.k;
+        float *to = w + r * d.k;
         if (ordered) {
             for (int i = 0; i < count; i++) {
                 const int32_t at = d.g_idx[expert * d.k + col + i];
@@ -180,7 +114,7 @@ __global__ void __launch_bounds__(256) dequant_rows_kernel(const dequant_t d)
 }
 
 /* GPTQ and AWQ, in which neighbouring rows are neighbours: tiles go through shared memory. */
-__global__ void __launch_bounds__(kThreads) dequant_tiles_kernel(const dequant_t d)
+__global__ void __launch_bounds__(kThreads) quant_rows_tiles_kernel(const quant_rows_t d, float *w)
 {
     /* GPTQ: [words of eight columns][rows]; AWQ: [columns][words of eight rows]. A word more a line, against bank
      * conflicts. */
@@ -212,15 +146,15 @@ __global__ void __launch_bounds__(kThreads) dequant_tiles_kernel(const dequant_t
         }
         for (int32_t r = warp; r < kTileRows && row0 + r < d.n; r += kThreads / 32) {
             const int32_t row = row0 + r;
-            float *to = d.w + (expert * d.n + row) * d.k;
+            float *to = w + (expert * d.n + row) * d.k;
 #pragma unroll
             for (int i = 0; i < kColsInFlight; i++) {
                 const int32_t c = lane + 32 * i, col = col0 + c;
                 if (col >= d.k) continue;
                 const uint32_t word = gptq ? words[c / 8 * (line + 1) + r] : words[c * (line + 1) + r / 8];
-                const uint32_t code = word >> (gptq ? 4 * (c & 7) : awq_shift(r)) & 15;
-                to[col] = value_of(d, code, load_scale(d, scale_at(d, expert, row, group[i])),
-                                   load_zero(d, expert, row, group[i]));
+                const uint32_t code = word >> (gptq ? 4 * (c & 7) : quant_awq_shift(r)) & 15;
+                to[col] = value_of(d, code, quant_rows_scale(d, quant_rows_scale_at(d, expert, row, group[i])),
+                                   quant_rows_zero(d, expert, row, group[i]));
             }
         }
     }
@@ -236,32 +170,15 @@ extern "C" epmoe_status_t epmoei_dequant_sm80(const epmoe_dequant_args_t *args, 
     EPMOEI_CHECK_ALIGNED(args->weight.scales, 4);
     EPMOEI_CHECK_ALIGNED(args->weight.zeros, 4);
     EPMOEI_CHECK_ALIGNED(args->weight.g_idx, 4);
-    dequant_t d = {};
-    d.format = weight->format;
-    d.n = args->n;
-    d.k = args->k;
-    d.rows = (int64_t)args->num_experts * args->n;
-    d.data = weight->data;
-    d.w = args->w;
-    if (epmoei_format_is_quantised(weight->format)) {
-        const epmoei_quant_sizes_t sizes = epmoei_quant_sizes(weight->format, args->n, args->k, weight->group_size, 0);
-        d.scales_dtype = weight->scales_dtype;
-        d.group = weight->group_size;
-        d.zero_convention = weight->zero_convention;
-        d.groups = (int32_t)sizes.groups;
-        d.scales_per_expert = sizes.scales;
-        d.scales = weight->scales;
-        d.zeros = (const uint8_t *)weight->zeros;
-        d.g_idx = weight->g_idx;
-    }
+    const quant_rows_t d = quant_rows(weight, args->num_experts, args->n, args->k);
     if (weight->format == EPMOE_FORMAT_GPTQ || weight->format == EPMOE_FORMAT_AWQ) {
         const int64_t tiles =
             args->num_experts * epmoei_ceil_div(args->n, kTileRows) * epmoei_ceil_div(args->k, kTileCols);
         const int64_t blocks = epmoei_min64(tiles, (int64_t)epmoei_device_current()->num_sms * 8);
-        dequant_tiles_kernel<<<(unsigned)blocks, kThreads, 0, stream>>>(d);
+        quant_rows_tiles_kernel<<<(unsigned)blocks, kThreads, 0, stream>>>(d, args->w);
     } else {
         const epmoei_row_grid_t grid = epmoei_row_grid(d.rows, epmoei_ceil_div(args->k, kUnit));
-        dequant_rows_kernel<<<grid.blocks, grid.threads, 0, stream>>>(d);
+        dequant_rows_kernel<<<grid.blocks, grid.threads, 0, stream>>>(d, args->w);
     }
     return EPMOEI_LAUNCH_CHECK("epmoe_dequant");
 }

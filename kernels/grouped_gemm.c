@@ -15,6 +15,7 @@ static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k, bool need_
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.format is %d: expected an epmoe_format_t",
                            (int)weight->format);
     if (quantised) EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
+    if (!quantised && weight->storage != EPMOE_STORAGE_ROWS) return epmoei_weight_check_rows(weight, "weight");
     return need_data ? epmoei_weight_check_pointers(weight, "weight") : EPMOE_OK;
 }
 
@@ -154,6 +155,7 @@ static epmoe_status_t choose(const epmoe_grouped_gemm_args_t *args, product_t *p
     epmoe_backend_t backend;
     EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
     EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
+    if (backend != EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_weight_check_rows(&args->weight, "weight"));
     *product = (product_t){kernels->grouped_gemm, kernels->grouped_gemm_workspace};
     if (backend != EPMOE_BACKEND_CUDA || !epmoei_format_is_quantised(args->weight.format)) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(args));

@@ -52,6 +52,12 @@ epmoe_status_t epmoei_grouped_gemm_quant_check_cuda(const epmoe_grouped_gemm_arg
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "x_dtype is %s and weight.format %s: on CUDA x must be bf16 or f16",
                            epmoe_dtype_string(args->x_dtype), epmoe_format_string(format));
+    if (format != EPMOE_FORMAT_FP8_BLOCK && args->weight.storage != EPMOE_STORAGE_TILES)
+        return epmoei_fail(
+            EPMOE_ERROR_NOT_SUPPORTED,
+            "weight.storage is %d and weight.format %s: on CUDA it must be EPMOE_STORAGE_TILES (1), which "
+            "epmoe_pack_tiles makes of rows",
+            (int)args->weight.storage, epmoe_format_string(format));
     if (format != EPMOE_FORMAT_FP8_BLOCK && args->layout != EPMOE_LAYOUT_PACKED)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "layout is %d and weight.format %s: on CUDA it must be PACKED",
                            (int)args->layout, epmoe_format_string(format));

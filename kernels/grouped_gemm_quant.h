@@ -3,15 +3,15 @@
  * Arguments are those of epmoe_grouped_gemm, checked and with every default filled in; the maths and the contract are
  * those of kernels/grouped_gemm.h. x is bf16 or fp16. Weights are exact: codes (minus zero points) are multiplied in
  * the type of x, where all of them are representable, and scales in fp32. But of W4 the sm90 tier rounds the scale and
- * then the weight to bf16, which is off by 0.2 % in the root mean square; its MXFP4 is exact up to a scale of 2 (code
- * 128) and infinite or NaN beyond. The formats:
+ * then the weight to bf16, which is off by 0.2 % in the root mean square. The formats:
  *
  * FP8_BLOCK (slots grouped_gemm_fp8*): as epmoe_weight_t has it, data E4M3 [E,N,K] row by row, K a multiple of 16,
- *   scales [E,row blocks,ceil(K/g)] of scales_dtype, g columns and g rows per scale; g is a multiple of 64 or at least
- *   K. Rows lie in any layout. PACKED and gated: rows 2i gate, 2i+1 up, scales [E,2*ceil(f/g),ceil(K/g)], the blocks of
- *   the gate rows first: row 2i has block row i/g, row 2i+1 block row ceil(f/g) + i/g. Ungated: as they are.
+ *   scales [E,row blocks,ceil(K/g)] of scales_dtype, g columns and r = group_rows rows per scale; g is a multiple of 64
+ *   or at least K, r anything. Rows lie in any layout. PACKED and gated: rows 2i gate, 2i+1 up, scales
+ *   [E,2*ceil(f/r),ceil(K/g)], the blocks of the gate rows first: row 2i has block row i/r, row 2i+1 block row
+ *   ceil(f/r) + i/r. Ungated: as they are.
  *
- * W4 and MXFP4 (slots grouped_gemm_w4*): layout PACKED only, and tiled (kernels/quant_tiles.c packs): K a multiple of
+ * W4 and MXFP4 (slots grouped_gemm_w4*): layout PACKED only, and stored in tiles (epmoe_pack_tiles): K a multiple of
  *   8, g 16, 32 or a multiple of 64 or at least K; MXFP4 32. N is padded to whole tiles of 64 device rows and K to
  *   whole blocks of 64 columns, with codes that are finite.
  *   rows    Ungated, device row p is row p. Gated, each 16 device rows are 8 gate rows and the 8 up rows of the same
@@ -26,8 +26,9 @@
  *           integers. MXFP4: the bits are spread so that few operations make bf16 of them, see epmoei_mxfp4_bits.
  *   scales  [E][tile][G][64] of scales_dtype, G = ceil(K/g), the 64 in pairs: place 16 s + 2 i + h is device row
  *           16 s + 8 h + i of the tile (s the 16-row part, i = lane/4), so that one load gives a lane both of its rows.
- *   zeros   bytes 0..15 in the order of the scales, or NULL = 8 (W4).
- *   g_idx   [E,K] or NULL: stored column j multiplies column g_idx[j] of x. One order for gate and up rows.
+ *   zeros   W4: bytes 0..15 in the order of the scales, or NULL = 8. MXFP4: [E][tile], 1 where a scale code is above
+ * 128 and 0 elsewhere, or NULL = it may be in any tile: to kernels that care a hint, as those tiles are slower. g_idx
+ * [E,K] or NULL: stored column j multiplies column g_idx[j] of x. One order for gate and up rows.
  *
  * bias [E,N], gated with PACKED: 2i gate, 2i+1 up, whatever the format.
  * workspace: epmoei_gemm_order_x_sm80's copy of x where there is an order, then what the tier needs. */

@@ -40,10 +40,11 @@ static inline quant_params_t quant_params(const epmoe_grouped_gemm_args_t *args)
     p.tiles = (int32_t)epmoei_quant_tiles(weight->format, weight->scales_dtype, args->n, args->k, weight->group_size,
                                           p.gemm.gated)
                   .tiles;
-    p.row_group = weight->group_size;
-    p.row_blocks = (int32_t)epmoei_ceil_div(args->n, weight->group_size);
+    /* Of the other formats there is none. */
+    p.row_group = weight->group_rows ? weight->group_rows : weight->group_size;
+    p.row_blocks = (int32_t)epmoei_ceil_div(args->n, p.row_group);
     if (p.gemm.gated && args->layout == EPMOE_LAYOUT_PACKED) {
-        p.up_block = (int32_t)epmoei_ceil_div(p.gemm.n_out, weight->group_size);
+        p.up_block = (int32_t)epmoei_ceil_div(p.gemm.n_out, p.row_group);
         p.row_blocks = 2 * p.up_block;
     }
     return p;

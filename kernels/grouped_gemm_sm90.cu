@@ -14,6 +14,7 @@
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
  * expert_offsets. Each output's sum runs over K in steps of 16 whatever the tile width: results do not depend on other
  * rows. */
+#include "kernels/grouped_gemm_finished_sm90.cuh"
 #include "kernels/grouped_gemm_pipeline_sm90.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
@@ -232,7 +233,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
 #undef WIDTH
         }
         read_notes(p, b, notes.stage, e); /* again: registers are few beside the product */
-        finish_tile<T, (kMaxN > kNarrow)>(p, b.line.way, e, acc, done);
+        pack_tile<T, (kMaxN > kNarrow)>(p, b.line.way, e, acc, done);
         if constexpr (kMaxN <= kNarrow) give_all(e, done, parts);
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }

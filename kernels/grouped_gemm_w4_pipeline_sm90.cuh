@@ -33,12 +33,15 @@ struct wide_t {
 struct weights_t {
     const char *data;
     const char *scales;
-    const char *zeros; /* NULL = 8 */
-    int32_t tiles;     /* of 64 rows, of an expert */
-    int32_t blocks;    /* of 64 columns */
+    const char *zeros;    /* W4; NULL = 8 */
+    const uint8_t *large; /* MXFP4: a byte for each tile of all experts, not 0 where a scale may be larger than 2; NULL:
+                             it may be in any */
+    int32_t tiles;        /* of 64 rows, of an expert */
+    int32_t blocks;       /* of 64 columns */
     int32_t groups;
     int32_t group_blocks; /* blocks of a group; 0 when a block has two groups */
     int32_t scales_bytes; /* of 64 rows and one group */
+    int32_t pair_bytes;   /* of the scales of two rows */
     epmoe_dtype_t scales_dtype;
     uint32_t base; /* 128 twice as bf16, which the compiler would not keep in a register if it knew */
 };
@@ -67,6 +70,9 @@ struct pipeline_t {
 };
 
 typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
+/* From a barrier of full stages to that of the same stage when empty: one address serves for both. */
+constexpr uint32_t kEmptyFromFull = offsetof(barriers_t, empty) - offsetof(barriers_t, full);
+constexpr uint32_t kNotesEmptyFromFull = offsetof(barriers_t, notes_empty) - offsetof(barriers_t, notes_full);
 
 template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const weights_t *w)
 {
@@ -142,24 +148,23 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const block_
     return tile;
 }
 
-/* The stages of this block's tiles in order, and what their copies need. */
-template <typename Cut> struct walk_t {
+/* The stages of this block's tiles in order, and what their copies need. kLong: groups are of whole blocks. */
+template <typename Cut, bool kLong> struct walk_t {
     int64_t index;
     tile_t tile;
-    int32_t block;        /* first one of 64 columns, */
-    int32_t blocks;       /* of this stage */
-    int32_t group;        /* first one that begins in this stage, */
-    int32_t groups;       /* and how many do */
-    int32_t group_blocks; /* from the end of this stage to the beginning of the next group */
-    int64_t w_tile;       /* of all experts' tiles of 64 rows */
-    int32_t w_tiles;      /* of this block; 0 when its rows are all behind the last */
-    int32_t first;        /* this block's part of the tile's tokens */
+    int32_t block;   /* first one of 64 columns, */
+    int32_t blocks;  /* of this stage */
+    int32_t group;   /* first one that begins in this stage, */
+    int32_t groups;  /* and how many do */
+    int64_t w_tile;  /* of all experts' tiles of 64 rows */
+    int32_t w_tiles; /* of this block; 0 when its rows are all behind the last */
+    int32_t first;   /* this block's part of the tile's tokens */
     int32_t part;
 
     __device__ __forceinline__ void take(const weights_t &w)
     {
         blocks = min(Cut::kDepth, w.blocks - block);
-        if (!w.group_blocks) {
+        if (!kLong) {
             group = 2 * block;
             groups = min(2 * blocks, w.groups - group);
             return;
@@ -167,10 +172,8 @@ template <typename Cut> struct walk_t {
         group += groups;
         groups = 0;
 #pragma unroll
-        for (int d = 0; d < Cut::kDepth; d++) {
-            if (group_blocks == 0 && d < blocks) groups++, group_blocks = w.group_blocks;
-            group_blocks--;
-        }
+        for (int d = 0; d < Cut::kDepth; d++)
+            if (d < blocks && (group + groups) * w.group_blocks == block + d) groups++;
     }
     /* On the tile at index or the next one that has rows; false behind the last. */
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const weights_t &w, const block_t &b)
@@ -180,7 +183,7 @@ template <typename Cut> struct walk_t {
             if (tile.rows == 0) continue;
             const int32_t first_tile = b.first_w_tile<Cut>(tile);
             const int32_t half = Cut::kCluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
-            block = group = groups = group_blocks = 0;
+            block = group = groups = 0;
             w_tile = (int64_t)tile.expert * w.tiles + first_tile;
             w_tiles = max(0, min(2 * Cut::kTiles, w.tiles - first_tile));
             first = b.rank * half;

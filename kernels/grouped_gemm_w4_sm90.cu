@@ -25,36 +25,38 @@ namespace
 
 /* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a block of x.
  */
-template <typename Cut>
+template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
                                         const x_maps_t *x_maps)
 {
     static_assert(2 * Cut::kTiles <= 4 && Cut::kDepth <= 16, "lanes enough");
     const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
     const int depth = lane - 16;
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    const uint32_t full = ptx_shared_address(b.barriers->full);
     const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
-    const int32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
-    const int32_t slot = unit * Cut::kDepth * (kind == 0 || w.group_blocks ? 1 : 2);
-    const int32_t target = (kind == 0   ? b.line.layout.codes
-                            : kind == 1 ? b.line.layout.scales
-                                        : b.line.layout.zeros) +
-                           w_place * slot;
-    const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
+    /* Unsigned: a sign would be kept beside it. */
+    const uint32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
+    const uint32_t slot = unit * Cut::kDepth * (kind == 0 || kKind == W4_LONG ? 1 : 2);
+    const uint32_t target = (kind == 0   ? b.line.layout.codes
+                             : kind == 1 ? b.line.layout.scales
+                                         : b.line.layout.zeros) +
+                            w_place * slot;
     ring_t ring = {0, 0};
-    walk_t<Cut> at;
+    walk_t<Cut, kKind == W4_LONG> at;
     at.index = b.first_tile;
     for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
         const uint32_t to = b.base + ring.stage * b.line.layout.stage_bytes, done = full + 8 * ring.stage;
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (lane == 0)
+        wait_barrier(done + kEmptyFromFull, ring.parity ^ 1);
+        if (lane == 0) {
+            const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
             ptx_mbarrier_arrive_expect(done, at.w_tiles * (at.blocks * EPMOEI_TILE_BYTES + at.groups * group_bytes) +
                                                  Cut::kDepth * at.tile.width * kBlockK * 2);
+        }
         __syncwarp();
         if (kind < 3) {
             const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
-            const int64_t tile = at.w_tile + w_place;
-            const int64_t from = kind == 0 ? tile * w.blocks + at.block : tile * w.groups + at.group;
+            const uint32_t in_tile = kind == 0 ? w.blocks : w.groups, first = kind == 0 ? at.block : at.group;
+            const int64_t from = (at.w_tile + w_place) * in_tile + first;
             if (w_place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
         } else if (depth >= 0 && depth < Cut::kDepth) {
             const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + at.first;
@@ -69,8 +71,20 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
     }
 }
 
+/* Whether the weight rows of this block in a tile may have a scale that MXFP4 does not take; a whole warp asks. */
+template <typename Cut>
+__device__ __forceinline__ bool has_large_scale(const weights_t &w, const block_t &b, const tile_t &tile)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t first = b.first_w_tile<Cut>(tile);
+    if (!w.large) return true;
+    const bool reads = lane < 2 * Cut::kTiles && first + lane < w.tiles;
+    return __any_sync(0xFFFFFFFFu, reads && w.large[(int64_t)tile.expert * w.tiles + first + lane]);
+}
+
 /* One warp. */
-template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
+template <kind_t kKind, typename Cut>
+__device__ __forceinline__ void scout(const gemm_params_t &p, const weights_t &w, const block_t &b)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t full = ptx_shared_address(b.barriers->notes_full),
@@ -91,7 +105,8 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
             const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
             b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
         }
-        if (lane == 0) b.notes_of(ring.stage)->tile = tile;
+        const bool large = kKind == MXFP4 && tile.width && has_large_scale<Cut>(w, b, tile);
+        if (lane == 0) b.notes_of(ring.stage)->tile = tile, b.notes_of(ring.stage)->large = large;
         ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(2);
@@ -100,16 +115,17 @@ template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_
 
 /* A consumer's place in the ring of stages. */
 struct place_t {
-    uint32_t base;   /* address of the stage */
-    uint32_t full;   /* and of its barrier */
-    uint32_t parity; /* of the phase to wait for */
+    uint32_t base; /* address of the stage */
+    uint32_t full; /* and of its barrier */
+    uint32_t bits; /* bit 0: parity of the phase to wait for; the others are the caller's */
 
     __device__ __forceinline__ void begin(const block_t &b)
     {
         base = b.base;
         full = ptx_shared_address(b.barriers->full);
-        parity = 0;
+        bits = 0;
     }
+    __device__ __forceinline__ uint32_t parity() const { return bits & 1; }
     __device__ __forceinline__ void advance(const block_t &b, bool really)
     {
         const uint32_t next = base + b.line.layout.stage_bytes;
@@ -118,7 +134,7 @@ struct place_t {
         if (really) {
             base = wraps ? b.base : next;
             full = wraps ? first_full : full + 8;
-            parity ^= wraps;
+            bits ^= wraps;
         }
     }
 };
@@ -127,8 +143,9 @@ struct place_t {
  * cluster, whose copies will overwrite it. */
 template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const block_t &b)
 {
+    if (Cut::kCluster == 1) return kEmptyFromFull;
     const uint32_t own = ptx_shared_address(b.barriers->empty), full = ptx_shared_address(b.barriers->full);
-    return (Cut::kCluster == 1 ? own : ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster)) - full;
+    return ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster) - full;
 }
 
 /* acc += w x^T over all of K, for tiles of kN tokens. 16 columns are dequantised while the tensor cores multiply those
@@ -140,16 +157,17 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
 {
     constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
     const uint32_t empty = empty_offset<Cut>(b);
+    const shared_layout_t &layout = b.line.layout;
     uint32_t a[2][kTiles][4];
     codes_t<kKind, Cut> from;
     from.begin(w, b, ptx_thread_index());
-    wait_barrier(place.full, place.parity);
+    wait_barrier(place.full, place.parity());
     from.load_words(place.base, 0);
     if (kKind == W4_LONG) {
-        from.load_groups(w, place.base, 0);
+        from.load_groups(w, layout, place.base, 0);
         from.left = w.group_blocks - 1;
     }
-    from.make(a[0], w, place.base, 0);
+    from.make(a[0], w, layout, place.base, 0);
     for (int block = Cut::kDepth;; block += Cut::kDepth) {
         const uint32_t done = place.full + empty;
         const bool more = block < w.blocks;
@@ -169,15 +187,16 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
                 /* Behind the last stage once more what is there already: a branch would cost more. */
                 place.advance(b, more);
                 if (kKind != W4_LONG && more) from.left -= 2 * Cut::kDepth;
-                wait_barrier(place.full, place.parity);
+                wait_barrier(place.full, place.parity());
             }
             if (s % 4 == 3) {
                 const int depth = (s + 1) / 4 % Cut::kDepth;
                 from.load_words(place.base, depth);
                 if (kKind == W4_LONG)
-                    from.take_group(w, place.base, depth, depth == 0 ? more : block - Cut::kDepth + depth < w.blocks);
+                    from.take_group(w, layout, place.base, depth,
+                                    depth == 0 ? more : block - Cut::kDepth + depth < w.blocks);
             }
-            from.make(next, w, place.base, (s + 1) % kSteps);
+            from.make(next, w, layout, place.base, (s + 1) % kSteps);
         }
         ptx_wgmma_wait<0>();
         ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
@@ -240,14 +259,17 @@ template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t &w, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
-    const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
-    ring_t notes = {0, 0}, parts = {0, 0};
     place_t place;
     place.begin(b);
-    for (;; notes.advance(2)) {
-        wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const int32_t width = b.notes_of(notes.stage)->tile.width;
+    /* Two rings of two, of notes and of parts of the staging, are in place.bits over the product: registers are few. */
+    for (;;) {
+        const uint32_t note = place.bits >> 1 & 1;
+        wait_barrier(notes_full + 8 * note, place.bits >> 2 & 1);
+        const notes_t *notes = b.notes_of(note);
+        const int32_t width = notes->tile.width;
         if (width == 0) return;
+        constexpr kind_t kLarge = kKind == MXFP4 ? MXFP4_LARGE : kKind;
+        const bool large = kKind == MXFP4 && notes->large;
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
@@ -259,7 +281,12 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) multiply<kKind, Cut, n>(w, b, place, acc);               \
+        if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) {                                                        \
+            if (large)                                                                                                 \
+                multiply<kLarge, Cut, n>(w, b, place, acc);                                                            \
+            else                                                                                                       \
+                multiply<kKind, Cut, n>(w, b, place, acc);                                                             \
+        }                                                                                                              \
         break
             WIDTH(8);
             WIDTH(16);
@@ -281,22 +308,22 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
             WIDTH(256);
 #undef WIDTH
         }
-        const tile_t tile = b.notes_of(notes.stage)->tile;
+        const uint32_t done = place.bits >> 1 & 1;
+        const tile_t tile = b.notes_of(done)->tile;
+        ring_t parts = {(int32_t)(place.bits >> 3 & 1), place.bits >> 4 & 1};
         const int32_t thread = ptx_thread_index();
         epilogue_t e;
         e.tid = thread % kWarpgroup;
         take_staging(b, thread / kWarpgroup - 1, e);
-        e.gated = p.gated;
-        read_notes(b, notes.stage, tile, e);
+        read_notes(b, done, tile, e);
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
             if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
             load_bias(p, e);
-            finished_t<Cut::kMaxN> done = {};
-            finish_tile<__nv_bfloat16, true>(p, b.line.way, e, acc[t], done);
-            give_all(e, done, parts);
+            finish_tile<__nv_bfloat16>(p, b.line.way, e, acc[t], parts);
         }
-        ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+        ptx_mbarrier_arrive(notes_full + 8 * done + kNotesEmptyFromFull);
+        place.bits = (place.bits & 1) | (place.bits + 2 & 6) | parts.stage << 3 | parts.parity << 4;
     }
 }
 
@@ -342,9 +369,9 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
         ptx_setmaxnreg_dec<Cut::kProducerRegisters>();
         const int warp = threadIdx.x / 32;
         if (warp == 0)
-            produce<Cut>(p, w, b, &x_maps);
+            produce<kKind, Cut>(p, w, b, &x_maps);
         else if (warp == 1)
-            scout<Cut>(p, b);
+            scout<kKind, Cut>(p, w, b);
         else if (line.way != WAY_ANY)
             store<Cut>(p, w, b, warp - 2);
     } else {
@@ -362,11 +389,15 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     weights_t w = {};
     w.data = (const char *)weight->data;
     w.scales = (const char *)weight->scales;
-    w.zeros = (const char *)weight->zeros;
+    if (weight->format == EPMOE_FORMAT_MXFP4)
+        w.large = (const uint8_t *)weight->zeros;
+    else
+        w.zeros = (const char *)weight->zeros;
     w.tiles = (int32_t)tiles.tiles;
     w.blocks = (int32_t)tiles.blocks;
     w.groups = (int32_t)tiles.groups;
     w.scales_bytes = EPMOEI_TILE_ROWS * (int32_t)epmoe_dtype_size(weight->scales_dtype);
+    w.pair_bytes = w.scales_bytes / 32;
     w.scales_dtype = weight->scales_dtype;
     w.base = 0x43004300u;
     if (weight->format != EPMOE_FORMAT_MXFP4 && weight->group_size >= args->k)

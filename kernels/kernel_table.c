@@ -7,6 +7,7 @@
 #include "kernels/grouped_gemm.h"
 #include "kernels/grouped_gemm_fp8.h"
 #include "kernels/grouped_gemm_quant.h"
+#include "kernels/pack_tiles.h"
 #include "kernels/permute.h"
 #include "kernels/quantize_fp8.h"
 #include "kernels/route.h"
@@ -66,6 +67,7 @@ static void init_tables(void)
         .route = epmoei_route_sm80,
         .quantize_fp8 = epmoei_quantize_fp8_sm80,
         .dequant = epmoei_dequant_sm80,
+        .pack_tiles = epmoei_pack_tiles_sm80,
         .grouped_gemm_fp8 = epmoei_grouped_gemm_quant_sm80,
         .grouped_gemm_fp8_workspace = epmoei_grouped_gemm_quant_workspace_sm80,
         .grouped_gemm_w4 = epmoei_grouped_gemm_quant_sm80,
@@ -93,6 +95,7 @@ static void init_tables(void)
         .sum = epmoei_sum_ref,
         .quantize_fp8 = epmoei_quantize_fp8_ref,
         .dequant = epmoei_dequant_ref,
+        .pack_tiles = epmoei_pack_tiles_cpu,
     };
     if (cpu_tier == EPMOEI_CPU_REF) return;
     cpu_table.topk = epmoei_topk_cpu;

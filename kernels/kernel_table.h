@@ -42,6 +42,7 @@ typedef struct epmoei_kernel_table_t {
     int64_t (*grouped_gemm_w4_workspace)(const epmoe_grouped_gemm_args_t *args);
     epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*dequant)(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*pack_tiles)(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream);
 } epmoei_kernel_table_t;
 
 /* `backend` as the caller gave it; NOT_SUPPORTED (with the reason) when it cannot run here. */

@@ -73,6 +73,17 @@ __device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uin
     return r;
 }
 
+/* One half of a pair twice. What multiplies or adds pairs reads it in place: this takes no instruction there. */
+template <int kHalf> __device__ __forceinline__ uint32_t ptx_twice(uint32_t pair)
+{
+    uint32_t r;
+    if (kHalf == 0)
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(r) : "r"(pair));
+    else
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(r) : "r"(pair));
+    return r;
+}
+
 /* Within 2 ulp; subnormal results are 0. */
 __device__ __forceinline__ float ptx_exp2(float x)
 {

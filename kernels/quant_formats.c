@@ -26,6 +26,13 @@ bool epmoei_is_scales_dtype(epmoe_dtype_t dtype) { return epmoei_dtype_is_float(
 epmoei_quant_sizes_t epmoei_quant_sizes(epmoe_format_t format, int64_t rows, int64_t cols, int32_t group,
                                         int64_t second_half)
 {
+    return epmoei_quant_sizes_rows(format, rows, cols, group, group, second_half);
+}
+
+epmoei_quant_sizes_t epmoei_quant_sizes_rows(epmoe_format_t format, int64_t rows, int64_t cols, int32_t group,
+                                             int32_t row_group, int64_t second_half)
+{
+    if (row_group == 0) row_group = group;
     epmoei_quant_sizes_t sizes = {.groups = epmoei_ceil_div(cols, group)};
     int64_t row_words = epmoei_ceil_div(rows, 8), col_words = epmoei_ceil_div(cols, 8);
     sizes.scales = rows * sizes.groups;
@@ -33,7 +40,7 @@ epmoei_quant_sizes_t epmoei_quant_sizes(epmoe_format_t format, int64_t rows, int
     case EPMOE_FORMAT_FP8_BLOCK:
         sizes.data_bytes = rows * cols;
         sizes.scales =
-            (epmoei_ceil_div(second_half, group) + epmoei_ceil_div(rows - second_half, group)) * sizes.groups;
+            (epmoei_ceil_div(second_half, row_group) + epmoei_ceil_div(rows - second_half, row_group)) * sizes.groups;
         break;
     case EPMOE_FORMAT_GPTQ:
         sizes.data_bytes = col_words * rows * 4;
@@ -60,12 +67,14 @@ epmoei_quant_sizes_t epmoei_quant_sizes(epmoe_format_t format, int64_t rows, int
 epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows, int64_t cols, int64_t expert,
                                       int64_t second_half)
 {
-    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(weight->format, rows, cols, weight->group_size, second_half);
+    epmoei_quant_sizes_t sizes =
+        epmoei_quant_sizes_rows(weight->format, rows, cols, weight->group_size, weight->group_rows, second_half);
     int64_t orders = weight->format == EPMOE_FORMAT_W4 && second_half ? 2 : 1;
     return (epmoei_quant_t){
         .format = weight->format,
         .scales_dtype = weight->scales_dtype,
         .group = weight->group_size,
+        .row_group = weight->group_rows,
         .zero_convention = weight->zero_convention,
         .rows = rows,
         .cols = cols,
@@ -79,8 +88,46 @@ epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows
     };
 }
 
+epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char *name)
+{
+    if (weight->storage == EPMOE_STORAGE_ROWS) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                       "%s.storage is %d: expected EPMOE_STORAGE_ROWS (0): tiles are for products on CUDA alone", name,
+                       (int)weight->storage);
+}
+
+static epmoe_status_t check_storage(const epmoe_weight_t *weight, const char *name)
+{
+    if (weight->storage != EPMOE_STORAGE_ROWS && weight->storage != EPMOE_STORAGE_TILES)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.storage is %d: expected an epmoe_storage_t", name,
+                           (int)weight->storage);
+    if (weight->storage == EPMOE_STORAGE_TILES && weight->format != EPMOE_FORMAT_W4 &&
+        weight->format != EPMOE_FORMAT_MXFP4)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "%s.storage is 1 (TILES) and its format %s: expected w4 or mxfp4", name,
+                           epmoe_format_string(weight->format));
+    return EPMOE_OK;
+}
+
+/* FP8_BLOCK's group_size is known. */
+static epmoe_status_t check_group_rows(epmoe_weight_t *weight, const char *name)
+{
+    if (weight->format != EPMOE_FORMAT_FP8_BLOCK) {
+        if (weight->group_rows == 0) return EPMOE_OK;
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_rows is %d and its format %s: expected 0", name,
+                           weight->group_rows, epmoe_format_string(weight->format));
+    }
+    if (weight->group_rows < -1)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_rows is %d: expected at least 1, 0 or -1", name,
+                           weight->group_rows);
+    if (weight->group_rows == 0) weight->group_rows = weight->group_size;
+    if (weight->group_rows == -1) weight->group_rows = INT32_MAX;
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *name, int64_t cols)
 {
+    EPMOEI_CHECK(check_storage(weight, name));
     if (weight->format == EPMOE_FORMAT_MXFP4) {
         if (weight->group_size != 0 && weight->group_size != EPMOEI_MXFP4_GROUP)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_size is %d: of mxfp4 expected %d or 0", name,
@@ -101,6 +148,7 @@ epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *nam
     /* One group: FP8's block has to cover the rows too. */
     if (weight->group_size == -1)
         weight->group_size = weight->format == EPMOE_FORMAT_FP8_BLOCK ? INT32_MAX : (int32_t)cols;
+    EPMOEI_CHECK(check_group_rows(weight, name));
     if (weight->scales_dtype == EPMOE_DTYPE_NONE) weight->scales_dtype = EPMOE_F32;
     if (!epmoei_is_scales_dtype(weight->scales_dtype))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.scales_dtype is %d: expected F32, BF16, F16 or F8_E8M0",
@@ -182,8 +230,9 @@ int64_t epmoei_quant_scale_at(const epmoei_quant_t *quant, int64_t row, int64_t 
     int64_t groups = epmoei_ceil_div(quant->cols, quant->group), half = quant->second_half;
     switch (quant->format) {
     case EPMOE_FORMAT_FP8_BLOCK: {
-        int64_t block = half && row >= half ? epmoei_ceil_div(half, quant->group) + (row - half) / quant->group
-                                            : row / quant->group;
+        int32_t high = epmoei_quant_row_group(quant);
+        if (quant->transposed) return group * epmoei_ceil_div(quant->stored_rows, high) + row / high;
+        int64_t block = half && row >= half ? epmoei_ceil_div(half, high) + (row - half) / high : row / high;
         return block * groups + group;
     }
     case EPMOE_FORMAT_GPTQ:
@@ -200,8 +249,10 @@ float epmoei_quant_at(const epmoei_quant_t *quant, int64_t row, int64_t col)
     int64_t stored = quant->first_row + row * quant->row_step;
     int64_t group = has_group_index(quant) ? epmoei_quant_index(quant, col) : col / quant->group;
     float scale = epmoei_quant_scale(quant, epmoei_quant_scale_at(quant, stored, group));
-    if (quant->format == EPMOE_FORMAT_FP8_BLOCK)
-        return epmoei_e4m3_to_f32(((const uint8_t *)quant->data)[stored * quant->cols + col]) * scale;
+    if (quant->format == EPMOE_FORMAT_FP8_BLOCK) {
+        int64_t at = quant->transposed ? col * quant->stored_rows + stored : stored * quant->cols + col;
+        return epmoei_e4m3_to_f32(((const uint8_t *)quant->data)[at]) * scale;
+    }
     uint32_t code = epmoei_quant_code(quant, stored, col);
     if (quant->format == EPMOE_FORMAT_MXFP4) return epmoei_e2m1_to_f32((uint8_t)code) * scale;
     return (float)((int32_t)code - epmoei_quant_zero(quant, stored, group)) * scale;
@@ -252,7 +303,7 @@ static void widen_awq(const epmoei_quant_t *quant, int64_t stored, int64_t first
 
 void epmoei_quant_row(const epmoei_quant_t *quant, int64_t row, int64_t first, int64_t count, float *out)
 {
-    if (has_group_index(quant)) {
+    if (has_group_index(quant) || quant->transposed) {
         for (int64_t c = first; c < first + count; c++) *out++ = epmoei_quant_at(quant, row, c);
         return;
     }

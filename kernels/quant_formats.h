@@ -1,6 +1,6 @@
 /* What the stored values of the quantised weight formats mean, in one place: kernels, repack, checkpoints and ops read
  * weights through this file. The tensors of each format stand at epmoe_weight_t.
- *   FP8_BLOCK  w = e4m3(code) * scale of its group x group block
+ *   FP8_BLOCK  w = e4m3(code) * scale of its block, row_group rows by group columns
  *   GPTQ, CT   w = scale * (code - zero), group of column c = g_idx[c], or c / group without g_idx
  *   AWQ        the same, group = c / group
  *   W4         the same on columns that may be stored in another order (epmoe_weight_t, g_idx)
@@ -34,13 +34,15 @@ bool epmoei_is_scales_dtype(epmoe_dtype_t dtype);
 typedef struct epmoei_quant_t {
     epmoe_format_t format;
     epmoe_dtype_t scales_dtype; /* F8_E8M0 for MXFP4 */
-    int32_t group;              /* columns per scale, at least 1; FP8_BLOCK: also rows per scale */
+    int32_t group;              /* columns per scale, at least 1 */
+    int32_t row_group;          /* FP8_BLOCK: rows per scale; 0 = group */
     int32_t zero_convention;    /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero */
     int64_t rows;
     int64_t cols;
     int64_t stored_rows;
     int64_t first_row;
     int64_t row_step;
+    bool transposed;     /* FP8_BLOCK: codes and scales lie as those of [cols,stored_rows]; without a second half */
     int64_t second_half; /* FP8_BLOCK: the stored row at which blocks begin anew; 0 = they do not */
     const void *data;
     const void *scales;
@@ -57,10 +59,20 @@ typedef struct epmoei_quant_sizes_t {
 } epmoei_quant_sizes_t;
 epmoei_quant_sizes_t epmoei_quant_sizes(epmoe_format_t format, int64_t rows, int64_t cols, int32_t group,
                                         int64_t second_half);
+/* The same with row_group as above. */
+epmoei_quant_sizes_t epmoei_quant_sizes_rows(epmoe_format_t format, int64_t rows, int64_t cols, int32_t group,
+                                             int32_t row_group, int64_t second_half);
+/* Rows per scale of FP8_BLOCK. */
+static inline int32_t epmoei_quant_row_group(const epmoei_quant_t *quant)
+{
+    return quant->row_group ? quant->row_group : quant->group;
+}
 
 /* Whole matrix `expert` of a weight [E,rows,cols], whose defaults are filled in. second_half as above. */
 epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows, int64_t cols, int64_t expert,
                                       int64_t second_half);
+/* Only rows are computed on by what asks; the message names `name`.storage. */
+epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char *name);
 /* Checks the fields of a quantised weight and fills in their defaults; `name` is for messages. */
 epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *name, int64_t cols);
 

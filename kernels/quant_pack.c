@@ -52,12 +52,14 @@ static index_kind_t index_kind(const epmoei_quant_t *source)
 
 epmoei_pack_shape_t epmoei_pack_shape(const epmoei_quant_t *source)
 {
-    epmoei_pack_shape_t shape = {source->format, source->group, source->scales_dtype, false, false};
+    epmoei_pack_shape_t shape = {
+        .format = source->format, .group = source->group, .scales_dtype = source->scales_dtype};
     if (source->format == EPMOE_FORMAT_FP8_BLOCK) {
-        bool starts = source->first_row % source->group == 0 || source->first_row == source->second_half;
+        int32_t high = shape.row_group = epmoei_quant_row_group(source);
+        bool starts = source->first_row % high == 0 || source->first_row == source->second_half;
         bool ends = !source->second_half || source->first_row >= source->second_half ||
                     source->first_row + source->rows <= source->second_half;
-        if (source->row_step != 1 || !starts || !ends) shape.format = EPMOE_FORMAT_NONE;
+        if (high > 1 && (source->row_step != 1 || !starts || !ends)) shape.format = EPMOE_FORMAT_NONE;
         return shape;
     }
     if (source->format == EPMOE_FORMAT_MXFP4) return shape;
@@ -71,7 +73,8 @@ epmoei_pack_shape_t epmoei_pack_shape(const epmoei_quant_t *source)
 epmoei_pack_shape_t epmoei_pack_merge(const epmoei_pack_shape_t *a, const epmoei_pack_shape_t *b)
 {
     epmoei_pack_shape_t merged = *a;
-    if (a->format != b->format || a->group != b->group) merged.format = EPMOE_FORMAT_NONE;
+    if (a->format != b->format || a->group != b->group || epmoei_pack_row_group(a) != epmoei_pack_row_group(b))
+        merged.format = EPMOE_FORMAT_NONE;
     if (a->scales_dtype != b->scales_dtype) merged.scales_dtype = EPMOE_F32;
     merged.zeros |= b->zeros;
     merged.order |= b->order;
@@ -91,16 +94,31 @@ static void put_scale(const epmoei_quant_t *source, const epmoei_pack_target_t *
         epmoei_store(target->scales, target->shape.scales_dtype, to, epmoei_quant_scale(source, from));
 }
 
+/* Blocks, so that each line of the source is fetched once. */
+static void pack_transposed(const epmoei_quant_t *source, const epmoei_pack_target_t *target)
+{
+    enum { kBlock = 64 };
+    const uint8_t *from = source->data;
+#pragma omp parallel for schedule(static)
+    for (int64_t r0 = 0; r0 < source->rows; r0 += kBlock)
+        for (int64_t c0 = 0; c0 < source->cols; c0 += kBlock)
+            for (int64_t c = c0; c < epmoei_min64(c0 + kBlock, source->cols); c++)
+                for (int64_t r = r0; r < epmoei_min64(r0 + kBlock, source->rows); r++)
+                    ((uint8_t *)target->data)[target_row(target, r) * source->cols + c] =
+                        from[c * source->stored_rows + source->first_row + r * source->row_step];
+}
+
 static void pack_blocks(const epmoei_quant_t *source, const epmoei_pack_target_t *target)
 {
-    int64_t cols = source->cols, groups = epmoei_ceil_div(cols, source->group);
-    for (int64_t r = 0; r < source->rows; r++)
+    int64_t cols = source->cols, groups = epmoei_ceil_div(cols, source->group), high = epmoei_quant_row_group(source);
+    if (source->transposed) pack_transposed(source, target);
+    for (int64_t r = 0; r < source->rows && !source->transposed; r++)
         memcpy((char *)target->data + target_row(target, r) * cols,
-               (const char *)source->data + (source->first_row + r) * cols, (size_t)cols);
-    for (int64_t r = 0; r < source->rows; r += source->group)
+               (const char *)source->data + (source->first_row + r * source->row_step) * cols, (size_t)cols);
+    for (int64_t r = 0; r < source->rows; r += high)
         for (int64_t g = 0; g < groups; g++)
-            put_scale(source, target, epmoei_quant_scale_at(source, source->first_row + r, g),
-                      (target->first_block + r / source->group) * groups + g);
+            put_scale(source, target, epmoei_quant_scale_at(source, source->first_row + r * source->row_step, g),
+                      (target->first_block + r / high) * groups + g);
 }
 
 static void pack_mxfp4_row(const epmoei_quant_t *source, const epmoei_pack_target_t *target, int64_t r)

@@ -19,11 +19,17 @@ typedef struct epmoei_pack_shape_t {
     epmoe_dtype_t scales_dtype;
     bool zeros;
     bool order;
+    int32_t row_group; /* FP8_BLOCK: rows per scale; 0 = group */
 } epmoei_pack_shape_t;
 
 /* How a source packs. NONE for a g_idx whose groups are not all `group` columns wide (but for the last), and for blocks
  * of FP8 that rows of the source cut. g_idx must be in range. */
 epmoei_pack_shape_t epmoei_pack_shape(const epmoei_quant_t *source);
+/* Rows per scale of FP8_BLOCK. */
+static inline int32_t epmoei_pack_row_group(const epmoei_pack_shape_t *shape)
+{
+    return shape->row_group ? shape->row_group : shape->group;
+}
 /* The shape that holds both, exactly; format NONE when there is none. */
 epmoei_pack_shape_t epmoei_pack_merge(const epmoei_pack_shape_t *a, const epmoei_pack_shape_t *b);
 

@@ -1,5 +1,5 @@
-/* The device layout of W4 and MXFP4 (kernels/grouped_gemm_quant.h has it in words): from the packed rows of
- * kernels/quant_pack.h, and back. All on host memory.
+/* The device layout of W4 and MXFP4 (kernels/grouped_gemm_quant.h has it in words): from rows, and back. All on host
+ * memory.
  * floor: bytes = those of the packed rows + those of the tiles. */
 #ifndef EPMOEI_QUANT_TILES_H
 #define EPMOEI_QUANT_TILES_H
@@ -13,7 +13,8 @@ extern "C" {
 enum {
     EPMOEI_TILE_ROWS = 64,
     EPMOEI_TILE_COLS = 64,
-    EPMOEI_TILE_BYTES = 2048, /* of one block of codes */
+    EPMOEI_TILE_BYTES = 2048,       /* of one block of codes */
+    EPMOEI_MXFP4_SMALL_SCALE = 128, /* a code; of larger ones tiles make note */
 };
 
 /* One expert's matrix of a W4 or MXFP4 weight. */
@@ -30,7 +31,7 @@ typedef struct epmoei_quant_tiles_t {
     int64_t data_bytes;
     int64_t scales; /* elements */
     int64_t scales_bytes;
-    int64_t zeros_bytes; /* if there are any */
+    int64_t zeros_bytes; /* W4: if there are any; MXFP4: a byte for each tile */
 } epmoei_quant_tiles_t;
 epmoei_quant_tiles_t epmoei_quant_tiles(epmoe_format_t format, epmoe_dtype_t scales_dtype, int64_t n, int64_t k,
                                         int32_t group, bool gated);
@@ -48,8 +49,8 @@ typedef struct epmoei_tile_arrays_t {
     uint8_t *zeros; /* NULL = none */
 } epmoei_tile_arrays_t;
 
-/* `packed` is a whole W4 or MXFP4 matrix [n,k], gate rows first (rows n, row_step 1, no order: that is copied as it
- * is). Scales and zeros beyond the matrix are 0. */
+/* `packed` is a whole matrix [n,k], gate rows first (rows n, row_step 1): MXFP4 to such tiles, W4, GPTQ, AWQ or CT_W4
+ * to those of W4 (no g_idx: W4's is copied as it is). Scales and zeros beyond the matrix are 0. */
 void epmoei_tiles_pack(const epmoei_quant_tiles_t *tiles, const epmoei_quant_t *packed, const epmoei_tile_arrays_t *to);
 /* The inverse, by element: a code as epmoei_quant_code has it, and where its scale and zero are. */
 uint32_t epmoei_tiles_code(const epmoei_quant_tiles_t *tiles, const void *data, int64_t row, int64_t col);

@@ -45,8 +45,10 @@ static epmoe_status_t check_method(const epmoei_reader_t *reader, const epmoei_t
     const epmoei_quant_config_t *config = &reader->checkpoint->config.quant;
     size_t i = 0;
     while (methods[i].format != format) i++;
-    bool says_all = format == EPMOE_FORMAT_FP8_BLOCK || format == EPMOE_FORMAT_MXFP4;
-    if (!strcmp(config->method, methods[i].method) || (says_all && !config->method[0]) || config->refusal[0])
+    bool fp8 = format == EPMOE_FORMAT_FP8_BLOCK, says_all = fp8 || format == EPMOE_FORMAT_MXFP4;
+    const char *method = fp8 && config->float8 ? "compressed-tensors" : methods[i].method;
+    if ((!strcmp(config->method, method) && config->float8 <= fp8) || (says_all && !config->method[0]) ||
+        config->refusal[0])
         return EPMOE_OK;
     return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s is of a weight in format %s, but in config.json %s%s%s",
                        tensor->path, tensor->name, epmoe_format_string(format),
@@ -167,7 +169,16 @@ static epmoe_status_t take_fp8(const parts_t *parts, const epmoei_tensor_t *data
     /* A code without its scale is not a weight. */
     if (!scale) return epmoei_reader_missing(parts->reader, parts->pattern, parts->expert, scale_suffixes[0]);
     EPMOEI_CHECK(epmoei_reader_check_shape(data, 2, (const int64_t[]){quant->rows, quant->cols}, parts->reason));
-    if (!parts->reader->checkpoint->config.quant.block && scale->num_elements == 1) {
+    const epmoei_quant_config_t *config = &parts->reader->checkpoint->config.quant;
+    if (config->per_row) {
+        quant->group = INT32_MAX;
+        quant->row_group = 1;
+        return take_scales(parts, *suffix, quant->rows, 1, quant);
+    }
+    if (config->float8 && !config->block && scale->num_elements != 1)
+        return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s has %lld elements: expected 1, as strategy is tensor",
+                           scale->path, scale->name, (long long)scale->num_elements);
+    if (!config->block && scale->num_elements == 1) {
         quant->group = INT32_MAX; /* one scale for the matrix, of any shape */
         EPMOEI_CHECK(check_dtype(scale, epmoei_is_scales_dtype(scale->dtype), "F32, BF16, F16 or F8_E8M0"));
         quant->scales = scale->data;
@@ -258,10 +269,17 @@ static epmoe_status_t stacked_fp8(epmoei_reader_t *reader, const char *pattern, 
     const epmoei_tensor_t *scales = epmoei_reader_find(reader, pattern, 0, "_scale_inv");
     if (!scales) scales = epmoei_reader_find(reader, pattern, 0, "_scale");
     if (!scales) return epmoei_reader_missing(reader, pattern, 0, "_scale_inv");
-    quant->group = config->quant.block ? config->quant.block : 128;
-    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(quant->format, quant->rows, quant->cols, quant->group, 0);
-    const int64_t shape[] = {config->num_experts.value, quant->rows, quant->cols};
-    const int64_t scale_shape[] = {shape[0], epmoei_ceil_div(quant->rows, quant->group), sizes.groups};
+    const bool block = config->quant.block || !config->quant.float8;
+    quant->group = !block ? INT32_MAX : config->quant.block ? config->quant.block : 128;
+    quant->row_group = config->quant.per_row ? 1 : quant->group;
+    epmoei_quant_sizes_t sizes =
+        epmoei_quant_sizes_rows(quant->format, quant->rows, quant->cols, quant->group, quant->row_group, 0);
+    /* Blocks of a transposed matrix lie along the other dimension too. */
+    quant->transposed = config->family->stacked_transposed;
+    const int64_t high = epmoei_ceil_div(quant->rows, quant->row_group), wide = sizes.groups;
+    const int64_t shape[] = {config->num_experts.value, quant->transposed ? quant->cols : quant->rows,
+                             quant->transposed ? quant->rows : quant->cols};
+    const int64_t scale_shape[] = {shape[0], quant->transposed ? wide : high, quant->transposed ? high : wide};
     EPMOEI_CHECK(epmoei_reader_check_shape(codes, 3, shape, reason));
     EPMOEI_CHECK(epmoei_reader_check_shape(scales, 3, scale_shape, reason));
     EPMOEI_CHECK(check_dtype(scales, epmoei_is_scales_dtype(scales->dtype), "F32, BF16, F16 or F8_E8M0"));
@@ -286,11 +304,8 @@ epmoe_status_t epmoei_reader_quant_stacked(epmoei_reader_t *reader, const char *
     const epmoei_tensor_t *data = fp8 ? plain : blocks;
     EPMOEI_CHECK(check_method(reader, data, result.format));
     epmoei_reader_note(reader, pattern, 0, true);
-    /* Blocks of a transposed matrix lie along the other dimension. */
-    const char *refusal = config->quant.refusal;
-    if (fp8 && config->family->stacked_transposed) refusal = "fp8_block, transposed";
-    if (refusal[0]) {
-        epmoei_reader_refuse(reader, data, refusal);
+    if (config->quant.refusal[0]) {
+        epmoei_reader_refuse(reader, data, config->quant.refusal);
         return EPMOE_OK;
     }
     EPMOEI_CHECK(fp8 ? stacked_fp8(reader, pattern, data, reason, &result, expert)

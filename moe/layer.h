@@ -46,9 +46,9 @@ typedef struct epmoei_packed_weights_t {
     epmoei_pack_arrays_t shared_down_arrays;
 } epmoei_packed_weights_t;
 
-/* One of the four as the ops take it. */
-epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
-                                   const epmoei_pack_arrays_t *arrays);
+/* One of the four as the ops take it on a backend. */
+epmoe_weight_t epmoei_layer_weight(epmoe_backend_t backend, epmoe_format_t format, const epmoei_pack_shape_t *pack,
+                                   const void *data, const epmoei_pack_arrays_t *arrays);
 
 /* Whether the two products of these weights, f wide between them, quantise the activations of many tokens. */
 int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_backend_t backend,

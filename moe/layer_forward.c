@@ -111,7 +111,7 @@ static epmoe_grouped_gemm_args_t dense_gemm(const forward_t *forward, int32_t n,
 /* The router, or the shared expert's gate. */
 static epmoe_weight_t router_weight(const epmoe_layer_t *layer, const void *data)
 {
-    return epmoei_layer_weight(epmoei_format_of_dtype(layer->weights.formats.router), NULL, data, NULL);
+    return epmoei_layer_weight(layer->backend, epmoei_format_of_dtype(layer->weights.formats.router), NULL, data, NULL);
 }
 
 static epmoe_topk_args_t topk_args(const forward_t *forward)
@@ -207,9 +207,10 @@ static epmoe_experts_args_t shared_as_experts(const epmoe_layer_t *layer, const 
     experts.x = args->x;
     experts.ids = workspace->shared_ids;
     experts.weights = config->shared_gated ? workspace->shared_gate : workspace->shared_ones;
-    experts.gate_up = epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
-                                          weights->shared_gate_up, &weights->shared_gate_up_arrays);
-    experts.down = epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+    experts.gate_up =
+        epmoei_layer_weight(layer->backend, weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+                            weights->shared_gate_up, &weights->shared_gate_up_arrays);
+    experts.down = epmoei_layer_weight(layer->backend, weights->formats.shared_down, &weights->formats.shared_down_pack,
                                        weights->shared_down, &weights->shared_down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
     experts.activation = config->activation;
@@ -277,10 +278,10 @@ static epmoe_experts_args_t experts_args(const epmoe_layer_t *layer, int32_t tok
     experts.x = x;
     experts.ids = ids;
     experts.weights = weights;
-    experts.gate_up = epmoei_layer_weight(packed->formats.gate_up, &packed->formats.gate_up_pack, packed->gate_up,
-                                          &packed->gate_up_arrays);
-    experts.down =
-        epmoei_layer_weight(packed->formats.down, &packed->formats.down_pack, packed->down, &packed->down_arrays);
+    experts.gate_up = epmoei_layer_weight(layer->backend, packed->formats.gate_up, &packed->formats.gate_up_pack,
+                                          packed->gate_up, &packed->gate_up_arrays);
+    experts.down = epmoei_layer_weight(layer->backend, packed->formats.down, &packed->formats.down_pack, packed->down,
+                                       &packed->down_arrays);
     experts.layout = EPMOE_LAYOUT_PACKED;
     choose_fp8_activations(layer, &experts);
     experts.gate_up_bias = packed->gate_up_bias;

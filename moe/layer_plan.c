@@ -116,7 +116,7 @@ static epmoe_format_t plain_format(const epmoe_layer_config_t *config)
 static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend,
                                        const epmoei_packed_weights_t *weights, int64_t *bytes)
 {
-    const epmoe_weight_t plain = epmoei_layer_weight(plain_format(config), NULL, NULL, NULL);
+    const epmoe_weight_t plain = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
     const struct {
         int32_t n;
         int32_t k;
@@ -126,12 +126,12 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
     } shapes[] = {
         {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE, plain, 0},
         {2 * config->shared_intermediate, config->hidden, config->activation,
-         weights ? epmoei_layer_weight(weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
+         weights ? epmoei_layer_weight(backend, weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
                                        weights->shared_gate_up, &weights->shared_gate_up_arrays)
                  : plain,
          config->shared_intermediate},
         {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
-         weights ? epmoei_layer_weight(weights->formats.shared_down, &weights->formats.shared_down_pack,
+         weights ? epmoei_layer_weight(backend, weights->formats.shared_down, &weights->formats.shared_down_pack,
                                        weights->shared_down, &weights->shared_down_arrays)
                  : plain,
          config->shared_intermediate},
@@ -190,12 +190,12 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
         experts.hidden = config->hidden;
         experts.intermediate = config->intermediate;
         experts.dtype = config->dtype;
-        experts.gate_up = experts.down = epmoei_layer_weight(plain_format(config), NULL, NULL, NULL);
+        experts.gate_up = experts.down = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
         if (weights) {
-            experts.gate_up = epmoei_layer_weight(weights->formats.gate_up, &weights->formats.gate_up_pack,
+            experts.gate_up = epmoei_layer_weight(backend, weights->formats.gate_up, &weights->formats.gate_up_pack,
                                                   weights->gate_up, &weights->gate_up_arrays);
-            experts.down = epmoei_layer_weight(weights->formats.down, &weights->formats.down_pack, weights->down,
-                                               &weights->down_arrays);
+            experts.down = epmoei_layer_weight(backend, weights->formats.down, &weights->formats.down_pack,
+                                               weights->down, &weights->down_arrays);
         }
         experts.layout = EPMOE_LAYOUT_PACKED;
         experts.fp8_activations =
@@ -230,14 +230,21 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     return EPMOE_OK;
 }
 
-epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
-                                   const epmoei_pack_arrays_t *arrays)
+static bool is_tiled(epmoe_backend_t backend, epmoe_format_t format)
+{
+    return backend == EPMOE_BACKEND_CUDA && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_MXFP4);
+}
+
+epmoe_weight_t epmoei_layer_weight(epmoe_backend_t backend, epmoe_format_t format, const epmoei_pack_shape_t *pack,
+                                   const void *data, const epmoei_pack_arrays_t *arrays)
 {
     epmoe_weight_t weight = EPMOE_WEIGHT_INIT;
     weight.format = format;
     weight.data = data;
     if (!epmoei_format_is_quantised(format)) return weight;
     weight.group_size = pack->group;
+    if (format == EPMOE_FORMAT_FP8_BLOCK) weight.group_rows = pack->row_group;
+    if (is_tiled(backend, format)) weight.storage = EPMOE_STORAGE_TILES;
     weight.scales_dtype = pack->scales_dtype;
     weight.scales = arrays->scales;
     weight.zeros = arrays->zeros;
@@ -270,17 +277,16 @@ int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_b
 epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
                                           const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols, bool halves)
 {
-    bool tiled = backend == EPMOE_BACKEND_CUDA && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_MXFP4);
     epmoei_matrix_sizes_t sizes = {.data = rows * cols * epmoe_dtype_size(epmoei_dtype_of_format(format))};
-    if (tiled) {
+    if (is_tiled(backend, format)) {
         epmoei_quant_tiles_t tiles = epmoei_quant_tiles(format, pack->scales_dtype, rows, cols, pack->group, halves);
         sizes.data = tiles.data_bytes;
         sizes.scales = tiles.scales_bytes;
-        sizes.zeros = pack->zeros ? tiles.zeros_bytes : 0;
+        sizes.zeros = pack->zeros || format == EPMOE_FORMAT_MXFP4 ? tiles.zeros_bytes : 0;
         sizes.order = pack->order ? cols * 4 : 0;
     } else if (epmoei_format_is_quantised(format)) {
-        epmoei_quant_sizes_t quant = epmoei_quant_sizes(format, rows, cols, pack->group,
-                                                        halves && format == EPMOE_FORMAT_FP8_BLOCK ? rows / 2 : 0);
+        epmoei_quant_sizes_t quant = epmoei_quant_sizes_rows(format, rows, cols, pack->group, pack->row_group,
+                                                             halves && format == EPMOE_FORMAT_FP8_BLOCK ? rows / 2 : 0);
         sizes.data = quant.data_bytes;
         sizes.scales = quant.scales * epmoe_dtype_size(pack->scales_dtype);
         sizes.zeros = pack->zeros ? quant.zeros_bytes : 0;

@@ -100,6 +100,7 @@ static epmoe_status_t arrays_expert(const void *ctx, int32_t local_expert, epmoe
 static epmoe_status_t check_weight(const arrays_t *arrays, const char *name, epmoe_weight_t *weight, int64_t cols,
                                    bool used)
 {
+    if (used) EPMOEI_CHECK(epmoei_weight_check_rows(weight, name));
     if (!used || epmoei_dtype_of_format(weight->format) != EPMOE_DTYPE_NONE) return EPMOE_OK;
     if (!epmoei_format_is_quantised(weight->format))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.format is %d: expected an epmoe_format_t", name,
@@ -162,8 +163,12 @@ static void borrow_weight(const epmoe_weight_t *own, epmoe_format_t *format, epm
                           epmoei_pack_arrays_t *arrays)
 {
     *format = own->format;
-    *pack =
-        (epmoei_pack_shape_t){own->format, own->group_size, own->scales_dtype, own->zeros != NULL, own->g_idx != NULL};
+    *pack = (epmoei_pack_shape_t){.format = own->format,
+                                  .group = own->group_size,
+                                  .scales_dtype = own->scales_dtype,
+                                  .zeros = own->zeros != NULL,
+                                  .order = own->g_idx != NULL,
+                                  .row_group = own->group_rows};
     *data = (void *)(uintptr_t)own->data;
     arrays->scales = (void *)(uintptr_t)own->scales;
     arrays->zeros = (uint8_t *)(uintptr_t)own->zeros;

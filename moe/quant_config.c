@@ -102,18 +102,59 @@ static epmoe_status_t read_actorder(const json_t *weights, const char *path, epm
     return EPMOE_OK;
 }
 
-/* config_groups with one entry, whose weights are 4-bit integers in groups along K or one per row. */
+/* Two equal numbers of rows and columns per scale. */
+static epmoe_status_t read_block(const json_t *object, const char *key, const char *path, epmoei_quant_config_t *config)
+{
+    const json_t *block = get(object, key);
+    if (!block) return EPMOE_OK;
+    json_int_t rows = json_integer_value(json_array_get(block, 0)), cols = json_integer_value(json_array_get(block, 1));
+    if (!json_is_array(block) || json_array_size(block) != 2 || rows < 1 || cols < 1 || rows > INT32_MAX ||
+        cols > INT32_MAX)
+        return wrong(path, key, "a list of two integers of at least 1");
+    if (rows != cols) {
+        char text[64];
+        snprintf(text, sizeof text, "[%lld,%lld]", (long long)rows, (long long)cols);
+        refuse(config, key, text, "two equal numbers");
+    }
+    config->block = (int32_t)rows;
+    return EPMOE_OK;
+}
+
+/* FP8 of compressed-tensors: a scale for the matrix, for each row or for each block. */
+static epmoe_status_t read_float8(const json_t *weights, const char *path, epmoei_quant_config_t *config)
+{
+    const json_t *bits = get(weights, "num_bits");
+    const char *type = NULL, *strategy = NULL;
+    config->float8 = true;
+    EPMOEI_CHECK(read_word(weights, "type", path, &type));
+    EPMOEI_CHECK(read_word(weights, "strategy", path, &strategy));
+    if (bits && json_integer_value(bits) != 8)
+        return wrong(path, "config_groups...num_bits", "8, as float-quantized is");
+    if (type && strcmp(type, "float")) refuse(config, "type", type, "float");
+    config->per_row = strategy && !strcmp(strategy, "channel");
+    if (strategy && !strcmp(strategy, "block")) {
+        EPMOEI_CHECK(read_block(weights, "block_structure", path, config));
+        if (!config->block) return wrong(path, "config_groups...block_structure", "there, as strategy is block");
+    } else if (strategy && !config->per_row && strcmp(strategy, "tensor")) {
+        refuse(config, "strategy", strategy, "tensor, channel or block");
+    }
+    return EPMOE_OK;
+}
+
+/* config_groups with one entry, whose weights are 4-bit integers in groups along K or one per row, or FP8. */
 static epmoe_status_t read_compressed(const json_t *object, const char *path, epmoei_quant_config_t *config)
 {
     const char *format = NULL, *type = NULL, *strategy = NULL;
     EPMOEI_CHECK(read_word(object, "format", path, &format));
-    if (!format || strcmp(format, "pack-quantized"))
-        refuse(config, "format", format ? format : "missing", "pack-quantized");
+    const bool float8 = format && !strcmp(format, "float-quantized");
+    if (!float8 && (!format || strcmp(format, "pack-quantized")))
+        refuse(config, "format", format ? format : "missing", "pack-quantized or float-quantized");
     const json_t *groups = get(object, "config_groups");
     if (!json_is_object(groups) || json_object_size(groups) == 0) return wrong(path, "config_groups", "an object");
     if (json_object_size(groups) > 1) refuse(config, "config_groups", "of several groups", "one group");
     const json_t *weights = get(json_object_iter_value(json_object_iter((json_t *)(uintptr_t)groups)), "weights");
     if (!json_is_object(weights)) return wrong(path, "config_groups...weights", "an object");
+    if (float8) return read_float8(weights, path, config);
     EPMOEI_CHECK(read_bits(weights, "num_bits", path, config));
     EPMOEI_CHECK(read_word(weights, "type", path, &type));
     if (type && strcmp(type, "int")) refuse(config, "type", type, "int");
@@ -134,22 +175,10 @@ static epmoe_status_t read_compressed(const json_t *object, const char *path, ep
 
 static epmoe_status_t read_fp8(const json_t *object, const char *path, epmoei_quant_config_t *config)
 {
-    const json_t *block = get(object, "weight_block_size");
     const char *format = NULL;
     EPMOEI_CHECK(read_word(object, "fmt", path, &format));
     if (format && strcmp(format, "e4m3")) refuse(config, "fmt", format, "e4m3");
-    if (!block) return EPMOE_OK;
-    json_int_t rows = json_integer_value(json_array_get(block, 0)), cols = json_integer_value(json_array_get(block, 1));
-    if (!json_is_array(block) || json_array_size(block) != 2 || rows < 1 || cols < 1 || rows > INT32_MAX ||
-        cols > INT32_MAX)
-        return wrong(path, "weight_block_size", "a list of two integers of at least 1");
-    if (rows != cols) {
-        char text[64];
-        snprintf(text, sizeof text, "[%lld,%lld]", (long long)rows, (long long)cols);
-        refuse(config, "weight_block_size", text, "two equal numbers");
-    }
-    config->block = (int32_t)rows;
-    return EPMOE_OK;
+    return read_block(object, "weight_block_size", path, config);
 }
 
 static epmoe_status_t read_list(const json_t *object, const char *key, const char *path, epmoei_quant_config_t *config)

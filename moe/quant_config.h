@@ -11,6 +11,8 @@ typedef struct epmoei_quant_config_t {
     int32_t group;           /* columns per scale, -1 = one group */
     char group_text[64];     /* where it is from: "group_size is 64" */
     int32_t block;           /* FP8: rows and columns per scale; 0 = not said */
+    bool float8;             /* compressed-tensors: weights are FP8, */
+    bool per_row;            /* of which each row has its scale; neither this nor a block: one scale */
     int32_t zero_convention; /* GPTQ: 1, or 2 for checkpoint_format gptq_v2 */
     bool needs_g_idx;        /* GPTQ: desc_act; compressed-tensors: actorder "group" */
     bool needs_zeros;        /* compressed-tensors: symmetric is false */

@@ -64,7 +64,7 @@ epmoei_pack_target_t epmoei_quant_writer_target(const epmoei_quant_writer_t *wri
         .order = writer->rows.order ? writer->rows.order + half * matrix->cols : NULL,
         .first_row = alternate ? half : half * half_rows,
         .row_step = alternate ? 2 : 1,
-        .first_block = half * epmoei_ceil_div(half_rows, matrix->pack->group),
+        .first_block = half * epmoei_ceil_div(half_rows, epmoei_pack_row_group(matrix->pack)),
     };
 }
 
@@ -73,12 +73,14 @@ static epmoe_status_t tile(epmoei_quant_writer_t *writer, const epmoei_quant_til
                            epmoei_tile_arrays_t *arrays)
 {
     const epmoei_quant_matrix_t *matrix = &writer->matrix;
-    epmoe_weight_t weight = epmoei_layer_weight(matrix->pack->format, matrix->pack, writer->rows_data, &writer->rows);
+    epmoe_weight_t weight =
+        epmoei_layer_weight(EPMOE_BACKEND_CPU, matrix->pack->format, matrix->pack, writer->rows_data, &writer->rows);
     for (int pass = 0; pass < 2; pass++) {
         epmoei_arena_t arena = {pass ? writer->tiles_memory : NULL, 0};
         arrays->data = epmoei_carve(&arena, tiles->data_bytes);
         arrays->scales = epmoei_carve(&arena, tiles->scales_bytes);
-        arrays->zeros = writer->rows.zeros ? epmoei_carve(&arena, tiles->zeros_bytes) : NULL;
+        bool zeros = writer->rows.zeros || tiles->format == EPMOE_FORMAT_MXFP4;
+        arrays->zeros = zeros ? epmoei_carve(&arena, tiles->zeros_bytes) : NULL;
         if (!pass) EPMOEI_CHECK(grow(&writer->tiles_memory, &writer->tiles_bytes, arena.used));
     }
     epmoei_quant_t rows = epmoei_quant_of_weight(&weight, matrix->rows, matrix->cols, 0, 0);

@@ -28,13 +28,21 @@ static void fill_index(testing_rng_t *rng, quant_case_t *made, int64_t experts, 
 quant_case_t quant_case_make(testing_rng_t *rng, epmoe_format_t format, int64_t experts, int64_t n, int64_t k,
                              int32_t group, quant_index_t index, int64_t second_half)
 {
+    return quant_case_make_rows(rng, format, experts, n, k, group, 0, index, second_half);
+}
+
+quant_case_t quant_case_make_rows(testing_rng_t *rng, epmoe_format_t format, int64_t experts, int64_t n, int64_t k,
+                                  int32_t group, int32_t group_rows, quant_index_t index, int64_t second_half)
+{
     quant_case_t made = {.weight = EPMOE_WEIGHT_INIT};
+    made.weight.group_rows = group_rows;
     made.weight.format = format, made.weight.group_size = group, made.weight.scales_dtype = EPMOE_BF16;
     if (format == EPMOE_FORMAT_MXFP4) made.weight.group_size = 0, made.weight.scales_dtype = EPMOE_DTYPE_NONE;
     epmoe_weight_t filled = made.weight;
     cr_assert_eq(epmoei_quant_check_weight(&filled, "weight", k), EPMOE_OK, "%s", epmoe_last_error());
     bool fp8 = format == EPMOE_FORMAT_FP8_BLOCK;
-    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(format, n, k, filled.group_size, fp8 ? second_half : 0);
+    epmoei_quant_sizes_t sizes =
+        epmoei_quant_sizes_rows(format, n, k, filled.group_size, filled.group_rows, fp8 ? second_half : 0);
     int64_t data_bytes = experts * sizes.data_bytes, scales = experts * sizes.scales;
     uint8_t *data = testing_buffer(data_bytes, 1), *zeros = testing_buffer(experts * sizes.zeros_bytes + 1, 1);
     for (int64_t i = 0; i < data_bytes; i++) {

@@ -21,6 +21,9 @@ typedef struct quant_case_t {
 } quant_case_t;
 quant_case_t quant_case_make(testing_rng_t *rng, epmoe_format_t format, int64_t experts, int64_t n, int64_t k,
                              int32_t group, quant_index_t index, int64_t second_half);
+/* The same with FP8_BLOCK's group_rows. */
+quant_case_t quant_case_make_rows(testing_rng_t *rng, epmoe_format_t format, int64_t experts, int64_t n, int64_t k,
+                                  int32_t group, int32_t group_rows, quant_index_t index, int64_t second_half);
 void quant_case_free(quant_case_t *made); /* ends the test if a guard was written */
 
 #endif

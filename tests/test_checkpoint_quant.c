@@ -150,6 +150,61 @@ Test(checkpoint_quant, toys_of_every_format)
     expect_up(EPMOE_FORMAT_FP8_BLOCK, (const double[]){3, 6, -3, 3 * 0x1p-9, 1344, 0, 0, 1.5});
 }
 
+#define FLOAT8(more)                                                                                                   \
+    "\"quant_method\":\"compressed-tensors\",\"format\":\"float-quantized\",\"config_groups\":{\"group_0\":{"          \
+    "\"weights\":{\"num_bits\":8,\"type\":\"float\"" more "}}},"                                                       \
+    "\"ignore\":[\"re:.*(gate|down)_proj$\",\"layers.0\",\"re:.*experts\\\\.[02].*\"]"
+
+static build_file_t start_float8(const char *quantization, const char *dtype, int64_t dim0, int64_t dim1,
+                                 const void *scales)
+{
+    static const uint8_t codes[] = {0x38, 0x40, 0xB8, 0x01, 0x7E, 0x00, 0x80, 0x30};
+    build_file_t file = start(quantization);
+    add(&file, ".weight", "F8_E4M3", 2, 4, codes);
+    add(&file, ".weight_scale", dtype, dim0, dim1, scales);
+    return file;
+}
+
+/* compressed-tensors' FP8: the config says what a scale is of, the shapes must agree. */
+Test(checkpoint_quant, float8_of_compressed_tensors)
+{
+    static const double by_row[] = {.5, 1, -.5, 0x1p-10, 1344, 0, 0, 1.5},
+                        whole[] = {.5, 1, -.5, 0x1p-10, 224, 0, 0, .25};
+    const uint16_t bf16[] = {0x3F00, 0x4040};
+    const float f32[] = {.5f, 3};
+    build_file_t file = start_float8(FLOAT8(",\"strategy\":\"channel\""), "BF16", 2, 1, bf16);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_FP8_BLOCK, by_row);
+    file = start_float8(FLOAT8(",\"strategy\":\"channel\""), "F32", 2, 1, f32);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_FP8_BLOCK, by_row);
+    file = start_float8(FLOAT8(",\"strategy\":\"tensor\""), "F32", 1, 0, f32);
+    add(&file, ".input_scale", "F32", 1, 0, f32);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_FP8_BLOCK, whole);
+    file = start_float8(FLOAT8(",\"strategy\":\"block\",\"block_structure\":[128,128]"), "BF16", 1, 1, bf16);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_FP8_BLOCK, whole);
+
+    file = start_float8(FLOAT8(",\"strategy\":\"channel\""), "F32", 1, 0, f32);
+    folder_save_model(&file);
+    folder_expect_fail(EPMOE_ERROR_FORMAT, UP ".weight_scale", NULL);
+    file = start_float8(FLOAT8(",\"strategy\":\"channel\""), "F32", 1, 2, f32);
+    folder_save_model(&file);
+    folder_expect_fail(EPMOE_ERROR_FORMAT, UP ".weight_scale", "[1,2]", "[2,1]", NULL);
+    file = start_float8(FLOAT8(",\"strategy\":\"tensor\""), "F32", 2, 1, f32);
+    folder_save_model(&file);
+    folder_expect_fail(EPMOE_ERROR_FORMAT, UP ".weight_scale", "strategy is tensor", NULL);
+    file = start_float8(FLOAT8(",\"strategy\":\"block\""), "F32", 1, 1, f32);
+    folder_save_model(&file);
+    folder_expect_fail(EPMOE_ERROR_FORMAT, "block_structure", NULL);
+    /* Codes without a scale are no weight. */
+    file = start_float8(FLOAT8(",\"strategy\":\"channel\""), "F32", 2, 1, f32);
+    build_remove(&file, UP ".weight_scale");
+    folder_save_model(&file);
+    folder_expect_fail(EPMOE_ERROR_FORMAT, UP ".weight_scale", NULL);
+}
+
 #define FAILS(...) folder_save_model(&file), folder_expect_fail(EPMOE_ERROR_FORMAT, __VA_ARGS__, NULL)
 
 Test(checkpoint_quant, malformed_files)

@@ -27,8 +27,9 @@ static float *dequantised(const epmoe_weight_t *weight, int32_t experts, int32_t
     return w;
 }
 
-static void run_case(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_index_t index, epmoe_format_t down_format,
-                     epmoe_layout_t layout)
+/* rows: group_rows of gate_up, which then has one group of columns; 0 = groups of 32. */
+static void run_case_rows(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_index_t index, int32_t rows,
+                          epmoe_format_t down_format, epmoe_layout_t layout)
 {
     epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
     config.hidden = kD, config.intermediate = kF, config.num_experts = kE, config.top_k = kTopK;
@@ -40,7 +41,7 @@ static void run_case(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_in
     cr_assert_eq(epmoe_comm_create(NULL, &comm_config, &comm), EPMOE_OK);
     cr_assert_eq(epmoe_layer_create(&config, comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
 
-    quant_case_t gate_up = quant_case_make(rng, gate_up_format, kE, 2 * kF, kD, 32, index, 0);
+    quant_case_t gate_up = quant_case_make_rows(rng, gate_up_format, kE, 2 * kF, kD, rows ? -1 : 32, rows, index, 0);
     quant_case_t down = quant_case_make(rng, down_format, kE, kD, kF, 32, QUANT_INDEX_NONE, 0);
     float *plain_gate_up = dequantised(&gate_up.weight, kE, 2 * kF, kD);
     float *plain_down = dequantised(&down.weight, kE, kD, kF);
@@ -69,6 +70,12 @@ static void run_case(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_in
     quant_case_free(&gate_up), quant_case_free(&down);
 }
 
+static void run_case(testing_rng_t *rng, epmoe_format_t gate_up_format, quant_index_t index, epmoe_format_t down_format,
+                     epmoe_layout_t layout)
+{
+    run_case_rows(rng, gate_up_format, index, 0, down_format, layout);
+}
+
 Test(layer_quant, arrays_of_every_format)
 {
     testing_rng_t rng = testing_rng(testing_seed());
@@ -79,6 +86,20 @@ Test(layer_quant, arrays_of_every_format)
         run_case(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, EPMOE_FORMAT_MXFP4, (epmoe_layout_t)layout);
         run_case(&rng, EPMOE_FORMAT_MXFP4, QUANT_INDEX_NONE, EPMOE_FORMAT_W4, (epmoe_layout_t)layout);
     }
+}
+
+/* A scale for each row, which no order of the rows cuts, and one for each half of gate_up. */
+Test(layer_quant, fp8_scales_of_rows)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    warnings[0] = 0;
+    epmoe_set_log(keep_warning, NULL);
+    for (int layout = EPMOE_LAYOUT_GATE_FIRST; layout <= EPMOE_LAYOUT_PACKED; layout++)
+        run_case_rows(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, 1, EPMOE_FORMAT_FP8_BLOCK,
+                      (epmoe_layout_t)layout);
+    run_case_rows(&rng, EPMOE_FORMAT_FP8_BLOCK, QUANT_INDEX_NONE, kF, EPMOE_FORMAT_W4, EPMOE_LAYOUT_GATE_FIRST);
+    cr_assert_str_eq(warnings, "", "%s", warnings);
+    epmoe_set_log(NULL, NULL);
 }
 
 /* Borrowed, not copied; kF is a multiple of the blocks' height, so that both readings of FP8's scales agree. */

@@ -197,36 +197,44 @@ typedef enum epmoe_layout_t {
 /* One projection of one or more experts: w [E,N,K], row n of expert e dotted with x gives y[n].
  * Plain formats (F32, BF16, F16) use `data` only. Quantised ones have the tensors of the file formats of the same name,
  * stacked along E; g = group_size, G = ceil(K/g), words are 32-bit with eight 4-bit codes, the lowest bits first:
- *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/g),ceil(K/g)]: w = code * scale
+ *   FP8_BLOCK  data E4M3 [E,N,K]; scales [E,ceil(N/r),ceil(K/g)]: w = code * scale; r = group_rows, so that with
+ *              g = -1 r = 1 is a scale per row and r = -1 one per expert
  *   GPTQ       data words [E,ceil(K/8),N], eight k each; scales [E,G,N]; zeros words [E,G,ceil(N/8)]; g_idx [E,K] or
  *              NULL: w = scale * (code - zero), the group of column k is g_idx[k], or k / g
  *   AWQ        data words [E,K,ceil(N/8)], nibble i of word c is row 8c + (0,2,4,6,1,3,5,7)[i]; scales [E,G,N];
  *              zeros words [E,G,ceil(N/8)], nibbles as in data
  *   CT_W4      data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros words [E,ceil(N/8),G], eight rows each, or NULL = 8;
  *              g_idx as GPTQ
- *   MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w = e2m1(code) * 2^(scale - 127)
+ *   MXFP4      data [E,N,K/2], two codes per byte; scales E8M0 [E,N,K/32]: w = e2m1(code) * 2^(scale - 127), a NaN
+ *              for a scale of 255
  *   W4         data words [E,N,ceil(K/8)]; scales [E,N,G]; zeros bytes [E,N,G] or NULL = 8; g_idx [E,H,K] or NULL:
  *              the order of the columns, each of the H rows a permutation of 0..K-1: stored column j multiplies
  *              column g_idx[j] of x. H = 2 (gate rows, up rows) with an activation, otherwise 1
  * With the layout PACKED and an activation the up rows of FP8_BLOCK begin a block row of their own:
- * scales [E,2*ceil(f/g),ceil(K/g)].
+ * scales [E,2*ceil(f/r),ceil(K/g)].
  * On CUDA epmoe_dequant takes all of these; products take FP8_BLOCK, W4 and MXFP4, aligned to 16 bytes, scales and
  * zeros too: FP8_BLOCK as above (K a multiple of 16, g a multiple of 64 or >= K; with PACKED and an activation rows 2i
- * are gate and 2i+1 up), W4 and MXFP4 with PACKED alone and in tiles, as kernels/grouped_gemm_quant.h says (g 16, 32, a
- * multiple of 64 or >= K). A layer makes the tiles of its own weights; there is no function yet that makes them for a
- * caller of an op. Compute capability 9.0 with bf16 rounds scale and weight of W4 to bf16, and turns MXFP4 weights with
- * a scale code above 128 (a scale above 2) into infinities or NaN. */
+ * are gate and 2i+1 up), W4 and MXFP4 with PACKED alone and as EPMOE_STORAGE_TILES, which epmoe_pack_tiles makes of
+ * rows (g 16, 32, a multiple of 64 or >= K). A layer makes the tiles of its own weights. Compute capability 9.0 with
+ * bf16 rounds scale and weight of W4 to bf16. */
 /* clang-format on */
+typedef enum epmoe_storage_t {
+    EPMOE_STORAGE_ROWS = 0,  /* as above */
+    EPMOE_STORAGE_TILES = 1, /* W4 and MXFP4 for products on CUDA: the arrays that epmoe_pack_tiles makes */
+} epmoe_storage_t;
+
 typedef struct epmoe_weight_t {
     size_t struct_size;
     epmoe_format_t format;
-    int32_t group_size;      /* K columns per scale (FP8_BLOCK: and N rows); 0 = 128, -1 = one group; MXFP4: 32 or 0 */
-    int32_t zero_convention; /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
+    int32_t group_size;         /* K columns per scale; 0 = 128, -1 = one group; MXFP4: 32 or 0 */
+    int32_t zero_convention;    /* GPTQ: 1 = stored is zero - 1 (mod 16), 2 = stored is zero; 0 = 1 */
     epmoe_dtype_t scales_dtype; /* F32 (0 = F32), BF16, F16 or F8_E8M0; MXFP4: F8_E8M0 or 0 */
     const void *data;
     const void *scales;
     const void *zeros;
     const int32_t *g_idx;
+    epmoe_storage_t storage;
+    int32_t group_rows; /* FP8_BLOCK: N rows per scale; 0 = as many as group_size says, -1 = all */
 } epmoe_weight_t;
 #define EPMOE_WEIGHT_INIT EPMOE_STRUCT_INIT(epmoe_weight_t)
 
@@ -359,7 +367,8 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
  * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
  * out of range or, of W4, that is no permutation.
- * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types.
+ * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
+ * that are not stored in tiles, and for tiles on the CPU.
  * fp8_activations on CUDA: compute capability 9.0, K a multiple of 16, with a gated activation N of 16, group_size a
  * multiple of 128 or covering the weight; with GATE_FIRST up rows begin with a block.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
@@ -537,6 +546,47 @@ typedef struct epmoe_dequant_args_t {
 } epmoe_dequant_args_t;
 #define EPMOE_DEQUANT_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dequant_args_t)
 EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_stream_t stream);
+
+/* A weight of 4-bit codes as the tiles that products on CUDA compute on (EPMOE_STORAGE_TILES): values are kept bit for
+ * bit. MXFP4 stays MXFP4; W4, GPTQ, AWQ and CT_W4 become W4. The layout is the library's own and may change with its
+ * version. epmoe_pack_tiles_size gives their sizes and the weight argument for a product, in which the caller sets
+ * where the arrays are; the product then wants EPMOE_LAYOUT_PACKED. gated     rows 0..N/2-1 are gate and the others up
+ * rows of one product with an activation, whose bias then has gate and up in turns g_idx     of W4: the order of the
+ * columns stays with the caller, tiles have the same stored columns. Products on CUDA take one order for all rows,
+ * [E,K]: that of gate and up rows must be the same. Not of the others zeros     W4: zero points, NULL when the weight
+ * has none (CT_W4 and W4). MXFP4: which tiles have a scale above 2; products take tiles with NULL here too, but are
+ * then slower on compute capability 9.0 backend CUDA packs from device memory to device memory, CPU within host memory,
+ * for a caller who copies the arrays to a device; they hold the same bytes. Errors: INVALID_ARGUMENT for sizes below 1,
+ * N odd with gated, another format, a weight in tiles, a g_idx of GPTQ or CT_W4, NULL pointers, on CUDA out arrays that
+ * are not aligned to 16 bytes, the weight's not to 4; NOT_SUPPORTED for groups and K that products on CUDA do not take.
+ * No aliasing. Floor: bytes = the weight's + those of the tiles. */
+typedef struct epmoe_pack_tiles_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_experts; /* E; 0 = 1 */
+    int32_t n;           /* N */
+    int32_t k;           /* K */
+    int32_t gated;       /* 0 or 1 */
+    int32_t reserved;
+    epmoe_weight_t weight; /* [E,N,K] */
+    void *data;            /* out */
+    void *scales;          /* out */
+    void *zeros;           /* out; NULL where epmoe_pack_tiles_size says 0 bytes */
+} epmoe_pack_tiles_args_t;
+#define EPMOE_PACK_TILES_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_pack_tiles_args_t)
+
+typedef struct epmoe_pack_tiles_size_t {
+    size_t struct_size;
+    int64_t data_bytes;
+    int64_t scales_bytes;
+    int64_t zeros_bytes;  /* 0: there are none */
+    epmoe_weight_t tiles; /* format, group_size, scales_dtype and storage of what is packed; no pointers */
+} epmoe_pack_tiles_size_t;
+#define EPMOE_PACK_TILES_SIZE_INIT EPMOE_STRUCT_INIT(epmoe_pack_tiles_size_t)
+
+/* Of the arrays of all experts. Of the weight's pointers only zeros is looked at: whether there is one. */
+EPMOE_API epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_pack_tiles_size_t *size);
+EPMOE_API epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream);
 
 /* ---------------------------------------------------------------------------------------------------- dense ops */
 

@@ -115,6 +115,7 @@ void check_gemm_fp8(testing_rng_t *rng);
 void check_experts_few(testing_rng_t *rng);
 void check_route(testing_rng_t *rng);
 void check_dequant(testing_rng_t *rng);
+void check_pack_tiles(testing_rng_t *rng);
 void check_quantize_fp8(testing_rng_t *rng);
 void check_gemm_quant(testing_rng_t *rng);
 void check_few_quant(testing_rng_t *rng);

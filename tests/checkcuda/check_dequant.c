@@ -21,6 +21,7 @@ typedef struct shape_t {
     epmoe_dtype_t scales_dtype;
     int32_t zero_convention;
     bool zeros, indexed;
+    int32_t group_rows;
 } shape_t;
 
 static void fill_bytes(testing_rng_t *rng, void *data, int64_t bytes, uint8_t mask)
@@ -47,8 +48,8 @@ static void fill_index(testing_rng_t *rng, int32_t *index, const shape_t *shape,
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
     int64_t experts = shape->experts, n = shape->n, k = shape->k;
-    check_case(c, &op, "%s E %d N %d K %d group %d scales %s zeros %d convention %d index %d",
-               epmoe_format_string(shape->format), shape->experts, shape->n, shape->k, shape->group,
+    check_case(c, &op, "%s E %d N %d K %d group %d rows %d scales %s zeros %d convention %d index %d",
+               epmoe_format_string(shape->format), shape->experts, shape->n, shape->k, shape->group, shape->group_rows,
                epmoe_dtype_string(shape->scales_dtype), shape->zeros, shape->zero_convention, shape->indexed);
     c->tolerance = 0;
     epmoe_dequant_args_t args = EPMOE_DEQUANT_ARGS_INIT;
@@ -56,6 +57,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
     args.weight.format = shape->format;
     args.weight.group_size = shape->group;
+    args.weight.group_rows = shape->group_rows;
     args.weight.scales_dtype = shape->scales_dtype;
     args.weight.zero_convention = shape->zero_convention;
     memcpy(c->args, &args, sizeof args);
@@ -64,7 +66,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     epmoei_quant_sizes_t sizes = {0};
     if (quantised) {
         if (epmoei_quant_check_weight(&filled, "weight", k) != EPMOE_OK) check_fail(c, "%s", epmoe_last_error());
-        sizes = epmoei_quant_sizes(shape->format, n, k, filled.group_size, 0);
+        sizes = epmoei_quant_sizes_rows(shape->format, n, k, filled.group_size, filled.group_rows, 0);
     } else {
         sizes.data_bytes = n * k * epmoe_dtype_size(epmoei_dtype_of_format(shape->format));
     }
@@ -102,6 +104,7 @@ static shape_t random_shape(testing_rng_t *rng, epmoe_format_t format, int32_t n
     shape.group = mxfp4 ? 0 : groups[testing_range(rng, 0, 7)];
     shape.scales_dtype = mxfp4 ? EPMOE_DTYPE_NONE : scales_dtypes[testing_range(rng, 0, 3)];
     shape.zeros = !w4 || testing_range(rng, 0, 1);
+    shape.group_rows = format == EPMOE_FORMAT_FP8_BLOCK ? groups[testing_range(rng, 0, 7)] : 0;
     shape.zero_convention = testing_range(rng, 0, 2);
     shape.indexed = (w4 || format == EPMOE_FORMAT_GPTQ) && testing_range(rng, 0, 1);
     return shape;

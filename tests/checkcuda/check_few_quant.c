@@ -168,7 +168,7 @@ static const epmoe_dtype_t scales_dtypes[] = {EPMOE_F32, EPMOE_F16, EPMOE_BF16, 
 static quant_weight_t random_weight(testing_rng_t *rng, epmoe_format_t format, int32_t experts, int32_t n, int32_t k,
                                     bool gated, epmoe_layout_t layout)
 {
-    static const int32_t groups[] = {0, 64, 192, -1, 32, 16};
+    static const int32_t groups[] = {0, 64, 192, -1, 32, 16}, group_rows[] = {0, 0, 1, 128, -1};
     bool fp8 = format == EPMOE_FORMAT_FP8_BLOCK, w4 = format == EPMOE_FORMAT_W4;
     return (quant_weight_t){
         .format = format,
@@ -178,9 +178,10 @@ static quant_weight_t random_weight(testing_rng_t *rng, epmoe_format_t format, i
         .k = k,
         .group = format == EPMOE_FORMAT_MXFP4 ? 0 : groups[testing_range(rng, 0, w4 ? 5 : 3)],
         .gated = gated,
-        .zeros = w4 && testing_range(rng, 0, 1),
+        .zeros = !fp8 && testing_range(rng, 0, 1),
         .order = w4 && testing_range(rng, 0, 2) == 0,
         .layout = fp8 ? layout : EPMOE_LAYOUT_PACKED,
+        .group_rows = fp8 ? group_rows[testing_range(rng, 0, 4)] : 0,
     };
 }
 
@@ -254,6 +255,22 @@ void check_few_quant(testing_rng_t *rng)
                          .y_dtype = EPMOE_BF16};
         choose_weights(rng, &shape, formats[i], formats[i]);
         shape.gate_up.group = shape.down.group = 0;
+        check_case_t c;
+        make(&c, rng, &shape);
+        check_run(&c);
+        check_free(&c);
+    }
+    check_end();
+
+    /* gate_up near 1, so that h is finite; T 1 and 40 are of two kernels. */
+    static const uint8_t any[] = {0, 1, 127, 128, 129, 200}, near[] = {121, 122, 127, 128, 129};
+    check_begin("few_quant", "mxfp4 with scales of all sizes");
+    for (int32_t i = 0; i < 14; i++) {
+        shape_t shape = random_shape(rng, EPMOE_FORMAT_MXFP4, EPMOE_FORMAT_MXFP4, i % 2 ? 40 : 1);
+        shape.dtype = EPMOE_BF16, shape.y_dtype = i % 4 < 2 ? EPMOE_F32 : EPMOE_BF16;
+        shape.addend = shape.residual = shape.bias = false;
+        shape.gate_up.codes = near, shape.gate_up.num_codes = 5;
+        shape.down.codes = i < 12 ? any + i / 2 : any, shape.down.num_codes = i < 12 ? 1 : 6;
         check_case_t c;
         make(&c, rng, &shape);
         check_run(&c);

@@ -103,14 +103,14 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     static const char *const names[] = {"weight.data", "weight.scales", "weight.zeros", "weight.g_idx"};
     const quant_weight_t *w = &shape->weight;
     current = shape;
-    check_case(c, &op,
-               "%s scales %s group %d zeros %d order %d T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d "
-               "weights %d on input %d index %d sorted %d%d",
-               epmoe_format_string(w->format), epmoe_dtype_string(w->scales_dtype), w->group, w->zeros, w->order,
-               shape->tokens, shape->top_k, w->experts, w->n, w->k, epmoe_dtype_string(shape->dtype),
-               epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)w->layout, routes[shape->route],
-               shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted,
-               shape->y_sorted);
+    check_case(
+        c, &op,
+        "%s scales %s group %d rows %d zeros %d order %d T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d "
+        "weights %d on input %d index %d sorted %d%d",
+        epmoe_format_string(w->format), epmoe_dtype_string(w->scales_dtype), w->group, w->group_rows, w->zeros,
+        w->order, shape->tokens, shape->top_k, w->experts, w->n, w->k, epmoe_dtype_string(shape->dtype),
+        epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)w->layout, routes[shape->route], shape->bias,
+        shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted, shape->y_sorted);
     /* The order of an fp32 sum over K. */
     c->tolerance = 6e-6 + 0x1p-20 * sqrt((double)w->k) + quant_weight_rounding(w->format, shape->dtype);
     int32_t slots = shape->tokens * shape->top_k, max_rows = slots ? slots + (shape->indexed ? 40 : 0) : 0;
@@ -185,7 +185,9 @@ static quant_weight_t random_weight(testing_rng_t *rng, epmoe_format_t format, i
     weight.k = (k + step - 1) / step * step;
     weight.group = fp8 ? groups[testing_range(rng, 0, 3)] : w4 ? groups[testing_range(rng, 0, 5)] : 0;
     weight.scales_dtype = format == EPMOE_FORMAT_MXFP4 ? EPMOE_F8_E8M0 : scales_dtypes[testing_range(rng, 0, 3)];
-    weight.zeros = w4 && testing_range(rng, 0, 1);
+    static const int32_t group_rows[] = {0, 0, 1, 7, 128, -1};
+    weight.group_rows = fp8 ? group_rows[testing_range(rng, 0, 5)] : 0;
+    weight.zeros = !fp8 && testing_range(rng, 0, 1);
     weight.order = w4 && testing_range(rng, 0, 2) == 0;
     weight.layout = fp8 ? (epmoe_layout_t)testing_range(rng, 0, 2) : EPMOE_LAYOUT_PACKED;
     return weight;
@@ -359,18 +361,20 @@ static void check_refusals(check_case_t *c, const shape_t *shape)
 {
     epmoe_grouped_gemm_args_t *args = (epmoe_grouped_gemm_args_t *)(void *)c->args, good = *args;
     bool fp8 = shape->weight.format == EPMOE_FORMAT_FP8_BLOCK;
-    for (int32_t wrong = 0; wrong < 6; wrong++) {
+    for (int32_t wrong = 0; wrong < 7; wrong++) {
         if (wrong == 0) args->k = fp8 ? 136 : 140;
         if (wrong == 1) args->x_dtype = EPMOE_F32;
         if (wrong == 2) args->weight.format = EPMOE_FORMAT_GPTQ;
         if (wrong == 3) args->weight.format = EPMOE_FORMAT_AWQ;
         if (wrong == 4 && !fp8) args->layout = EPMOE_LAYOUT_GATE_FIRST;
         if (wrong == 5 && shape->weight.format != EPMOE_FORMAT_MXFP4) args->weight.group_size = 24;
+        if (wrong == 6 && !fp8) args->weight.storage = EPMOE_STORAGE_ROWS;
         if (memcmp(args, &good, sizeof good) == 0) continue;
         epmoe_status_t status = check_launch(c);
         /* MXFP4's K is checked before anything of CUDA, and what GPTQ needs. */
         bool ok = status == EPMOE_ERROR_NOT_SUPPORTED || (status == EPMOE_ERROR_INVALID_ARGUMENT && wrong < 4);
         if (!ok) check_fail(c, "refusal %d gave status %d", wrong, (int)status);
+        if (wrong == 6 && !strstr(epmoe_last_error(), "weight.storage")) check_fail(c, "%s", epmoe_last_error());
         *args = good;
     }
 }

@@ -20,6 +20,10 @@ typedef struct shape_t {
     bool zeros, order, bias, row_weights, weight_on_input, indexed, x_sorted, y_sorted;
     bool dense; /* without offsets */
     float limit;
+    bool noted;           /* MXFP4: with notes of the tiles that have a scale above 2 */
+    const uint8_t *codes; /* MXFP4: what scales are drawn from; NULL = some below 1 */
+    int32_t num_codes;
+    float x_size; /* 0 = 1 */
 } shape_t;
 
 /* Of the case that runs: rows in the order of the outputs, gate and up in turns. */
@@ -85,7 +89,9 @@ static packed_t draw_expert(testing_rng_t *rng, const shape_t *shape)
                   .zeros = shape->zeros ? malloc((size_t)sizes.zeros_bytes) : NULL};
     for (int64_t i = 0; i < sizes.data_bytes; i++) p.data[i] = (uint8_t)testing_next(rng);
     for (int64_t i = 0; i < sizes.scales; i++) {
-        if (shape->scales_dtype == EPMOE_F8_E8M0)
+        if (shape->codes)
+            p.scales[i] = shape->codes[testing_range(rng, 0, shape->num_codes - 1)];
+        else if (shape->scales_dtype == EPMOE_F8_E8M0)
             p.scales[i] = (uint8_t)testing_range(rng, 119, 124);
         else
             epmoei_store(p.scales, shape->scales_dtype, i, testing_uniform(rng, 0.1f, 0.4f) / sqrtf((float)k));
@@ -133,7 +139,7 @@ static void fill_weights(testing_rng_t *rng, check_case_t *c, const shape_t *sha
                              tiles.scales, 16);
     uint8_t *zeros = NULL;
     int32_t *order = NULL;
-    if (shape->zeros)
+    if (shape->zeros || (shape->noted && shape->format == EPMOE_FORMAT_MXFP4))
         zeros = CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.zeros, CHECK_IN, EPMOE_U8, shape->experts,
                           tiles.zeros_bytes, 16);
     if (shape->order)
@@ -217,6 +223,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.weight.format = shape->format;
     args.weight.group_size = shape->group;
     args.weight.scales_dtype = shape->scales_dtype;
+    args.weight.storage = EPMOE_STORAGE_TILES;
     args.layout = EPMOE_LAYOUT_PACKED;
     args.activation = shape->activation;
     args.limit = shape->limit;
@@ -245,7 +252,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     }
     int64_t x_rows = shape->x_sorted ? max_rows : shape->tokens, y_rows = shape->y_sorted ? max_rows : slots;
     void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, shape->dtype, x_rows, k, 16);
-    if (x) check_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
+    if (x) check_fill_normal(rng, x, shape->dtype, x_rows * k, shape->x_size > 0 ? shape->x_size : 1.0f);
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_grouped_gemm_args_t, bias, CHECK_IN, EPMOE_F32, experts, n, 4);
         testing_fill_normal(rng, bias, EPMOE_F32, experts * n, 0.5f);
@@ -294,8 +301,11 @@ static void run_one(testing_rng_t *rng, const shape_t *shape)
      * may double; and among few outputs all may happen to be small. */
     const double most = 6e-3;
     const int64_t few = 256;
+    static int32_t case_number;
+    shape_t own = *shape;
+    own.noted |= ++case_number % 2;
     check_case_t c;
-    make(&c, rng, shape);
+    make(&c, rng, &own);
     const check_field_t *y = check_find(&c, "y");
     if (check_run(&c) && y->rows * y->cols >= few) {
         const double away = distance(&c);
@@ -434,6 +444,58 @@ static void check_gpt_oss(testing_rng_t *rng)
     check_end();
 }
 
+/* One code for all scales, since a larger one in the same row would hide what the smaller ones make; then all of them.
+ * Of the small ones x is large, so that sums are no subnormals. */
+static void check_scale_sizes(testing_rng_t *rng)
+{
+    static const uint8_t codes[] = {0, 1, 127, 128, 129, 200};
+    static const int32_t rows[] = {3, 24, 90, 200, 300};
+    enum { kCodes = sizeof codes };
+    check_begin("gemm_w4", "mxfp4 with scales of all sizes");
+    for (int32_t i = 0; i < (kCodes + 1) * 5; i++) {
+        const int32_t which = i / 5;
+        shape_t shape = {.tokens = rows[i % 5],
+                         .top_k = 1,
+                         .experts = 2,
+                         .n = 8 * testing_range(rng, 1, 60),
+                         .k = 32 * testing_range(rng, 1, 14),
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = i % 3 ? EPMOE_F32 : EPMOE_BF16,
+                         .activation = EPMOE_ACTIVATION_NONE,
+                         .indexed = i % 2,
+                         .codes = which < kCodes ? codes + which : codes,
+                         .num_codes = which < kCodes ? 1 : kCodes,
+                         .x_size = which < 2 ? 4096.0f : 1.0f};
+        take_kind(&shape, &kinds[kKinds - 1]);
+        if (!check_skips((int64_t)shape.tokens * (shape.n + shape.k))) run_one(rng, &shape);
+    }
+    check_end();
+
+    /* A scale of 255 makes its row NaN and leaves the others alone; one tile has it, the others are plain. */
+    static const uint8_t with_nan[] = {120, 121, 122, 120, 121, 122, 120, 121, 122, 120, 121, 122, 120, 121, 122, 255};
+    check_begin("gemm_w4", "mxfp4 with scales that are NaN");
+    for (int32_t i = 0; i < 4; i++) {
+        shape_t shape = {.tokens = rows[i],
+                         .top_k = 1,
+                         .experts = 2,
+                         .n = 200,
+                         .k = 64,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_F32,
+                         .activation = EPMOE_ACTIVATION_NONE,
+                         .noted = i % 2,
+                         .codes = with_nan,
+                         .num_codes = sizeof with_nan};
+        take_kind(&shape, &kinds[kKinds - 1]);
+        check_case_t c;
+        make(&c, rng, &shape);
+        check_run(&c);
+        check_free(&c);
+        free(kernel_weights), free(exact_weights);
+    }
+    check_end();
+}
+
 /* One expert without offsets, the rows counted on the device. */
 static void check_dense(testing_rng_t *rng)
 {
@@ -501,6 +563,7 @@ void check_gemm_w4(testing_rng_t *rng)
     check_widths(rng);
     check_epilogues(rng);
     check_gpt_oss(rng);
+    check_scale_sizes(rng);
     check_dense(rng);
     check_graphs(rng);
 }

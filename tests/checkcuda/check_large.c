@@ -1,4 +1,5 @@
 /* Rows beyond 2^31 elements, without as much host memory: only the rows that count are sent and fetched. */
+#include "base/dtype.h"
 #include "tests/checkcuda/check.h"
 
 #include <cuda_runtime_api.h>
@@ -196,6 +197,62 @@ static void check_rows(testing_rng_t *rng)
     check_end();
 }
 
+/* Row 1525201 of 2816 outputs begins past 2^32 elements: bf16's 0.74609375 (two bytes of 0x3F) times sums of 1. */
+static void check_w4_rows(void)
+{
+    enum { kRows = 1525202, kN = 2816, kK = 64 };
+    check_begin("large", "rows: grouped_gemm of w4");
+    uint32_t *codes = malloc(kN * kK / 2);
+    uint16_t *scales = malloc(kN * 2), *row = malloc(kN * 2), one;
+    if (!codes || !scales || !row) exit(1);
+    for (int32_t i = 0; i < kN * kK / 8; i++) codes[i] = 0x99999999u;
+    for (int32_t i = 0; i < kN; i++) epmoei_store(scales, EPMOE_BF16, i, 0x1p-6f);
+    epmoe_pack_tiles_args_t pack = EPMOE_PACK_TILES_ARGS_INIT;
+    epmoe_pack_tiles_size_t size = EPMOE_PACK_TILES_SIZE_INIT;
+    pack.backend = EPMOE_BACKEND_CPU;
+    pack.n = kN, pack.k = kK;
+    pack.weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+    pack.weight.format = EPMOE_FORMAT_W4, pack.weight.group_size = kK, pack.weight.scales_dtype = EPMOE_BF16;
+    pack.weight.data = codes, pack.weight.scales = scales;
+    expect_ok(epmoe_pack_tiles_size(&pack, &size));
+    pack.data = malloc((size_t)size.data_bytes), pack.scales = malloc((size_t)size.scales_bytes);
+    expect_ok(epmoe_pack_tiles(&pack, NULL));
+    const int64_t y_bytes = ((int64_t)kRows + 1) * kN * 2; /* a row more that nobody writes */
+    char *data = device_buffer(size.data_bytes), *tile_scales = device_buffer(size.scales_bytes);
+    char *x = device_buffer((int64_t)kRows * kK * 2), *y = device_buffer(y_bytes);
+    copy(data, pack.data, size.data_bytes), copy(tile_scales, pack.scales, size.scales_bytes);
+    expect_ok(epmoei_memory_set(EPMOE_BACKEND_CUDA, x, 0x3F, (int64_t)kRows * kK * 2, check_stream));
+    expect_ok(epmoei_memory_set(EPMOE_BACKEND_CUDA, y, 0xFF, y_bytes, check_stream));
+
+    epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    gemm.backend = EPMOE_BACKEND_CUDA;
+    gemm.num_experts = 1, gemm.n = kN, gemm.k = kK, gemm.max_rows = kRows;
+    gemm.x_dtype = gemm.y_dtype = EPMOE_BF16;
+    gemm.x = x, gemm.y = y;
+    gemm.weight = size.tiles;
+    gemm.weight.data = data, gemm.weight.scales = tile_scales;
+    gemm.layout = EPMOE_LAYOUT_PACKED, gemm.activation = EPMOE_ACTIVATION_NONE;
+    expect_ok(epmoe_grouped_gemm_workspace_size(&gemm, &gemm.workspace_bytes));
+    char *workspace = gemm.workspace_bytes ? device_buffer(gemm.workspace_bytes) : NULL;
+    gemm.workspace = workspace;
+    expect_ok(epmoe_grouped_gemm(&gemm, check_stream));
+    const int32_t places[] = {0, 7, kRows / 2, 1525201 - 1, 1525201, kRows};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        copy(row, y + (int64_t)places[i] * kN * 2, kN * 2);
+        one = places[i] == kRows ? 0xFFFF : 0x3F3F;
+        for (int32_t c = 0; c < kN; c++)
+            if (row[c] != one) {
+                check_fail(NULL, "row %d, column %d is %04x, not %04x", places[i], c, row[c], one);
+                break;
+            }
+    }
+    free(codes), free(scales), free(row), free(pack.data), free(pack.scales);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, data), epmoei_memory_free(EPMOE_BACKEND_CUDA, tile_scales);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, x), epmoei_memory_free(EPMOE_BACKEND_CUDA, y);
+    if (workspace) epmoei_memory_free(EPMOE_BACKEND_CUDA, workspace);
+    check_end();
+}
+
 void check_large(testing_rng_t *rng)
 {
     const size_t needed = (size_t)12 << 30;
@@ -208,4 +265,5 @@ void check_large(testing_rng_t *rng)
     check_strides(rng);
     check_dense_strides(rng);
     check_rows(rng);
+    check_w4_rows();
 }

@@ -22,6 +22,7 @@ static const struct {
               {"experts_few", check_experts_few},
               {"route", check_route},
               {"dequant", check_dequant},
+              {"pack_tiles", check_pack_tiles},
               {"quantize_fp8", check_quantize_fp8},
               {"gemm_quant", check_gemm_quant},
               {"few_quant", check_few_quant},

@@ -14,6 +14,8 @@ epmoe_weight_t quant_weight_fields(const quant_weight_t *weight)
     epmoe_weight_t fields = EPMOE_WEIGHT_INIT;
     fields.format = weight->format;
     fields.group_size = weight->group;
+    fields.group_rows = weight->group_rows;
+    fields.storage = is_fp8(weight) ? EPMOE_STORAGE_ROWS : EPMOE_STORAGE_TILES;
     fields.scales_dtype = weight->format == EPMOE_FORMAT_MXFP4 ? EPMOE_DTYPE_NONE : weight->scales_dtype;
     return fields;
 }
@@ -29,10 +31,21 @@ static epmoe_weight_t filled_fields(const quant_weight_t *weight)
 static bool packed(const quant_weight_t *weight) { return weight->gated && weight->layout == EPMOE_LAYOUT_PACKED; }
 
 /* In elements of scales_dtype, one expert. */
-static int64_t fp8_scales(const quant_weight_t *weight, int32_t group)
+static int64_t fp8_scales(const quant_weight_t *weight, const epmoe_weight_t *fields)
 {
-    int64_t blocks = packed(weight) ? 2 * epmoei_ceil_div(weight->n / 2, group) : epmoei_ceil_div(weight->n, group);
-    return blocks * epmoei_ceil_div(weight->k, group);
+    const int64_t high = fields->group_rows;
+    int64_t blocks = packed(weight) ? 2 * epmoei_ceil_div(weight->n / 2, high) : epmoei_ceil_div(weight->n, high);
+    return blocks * epmoei_ceil_div(weight->k, fields->group_size);
+}
+
+/* Which device rows' scales a tile of 64 has stands at kernels/grouped_gemm_quant.h: all of a group lie together. */
+static void note_large(uint8_t *notes, const uint8_t *scales, int64_t tiles, int64_t groups)
+{
+    for (int64_t t = 0; t < tiles; t++) {
+        notes[t] = 0;
+        for (int64_t i = 0; i < groups * EPMOEI_TILE_ROWS; i++)
+            notes[t] |= scales[t * groups * EPMOEI_TILE_ROWS + i] > 128;
+    }
 }
 
 static void *add(check_case_t *c, const char *name, size_t offset, epmoe_dtype_t dtype, int64_t rows, int64_t cols)
@@ -48,7 +61,7 @@ void quant_weight_add(check_case_t *c, testing_rng_t *rng, size_t offset, const 
     epmoei_quant_tiles_t tiles =
         epmoei_quant_tiles(weight->format, fields.scales_dtype, weight->n, k, fields.group_size, weight->gated);
     int64_t bytes = is_fp8(weight) ? weight->n * k : tiles.data_bytes;
-    int64_t scales = is_fp8(weight) ? fp8_scales(weight, fields.group_size) : tiles.scales;
+    int64_t scales = is_fp8(weight) ? fp8_scales(weight, &fields) : tiles.scales;
     uint8_t *data = add(c, names[0], offset + offsetof(epmoe_weight_t, data), EPMOE_U8, experts, bytes);
     for (int64_t i = 0; i < experts * bytes; i++) {
         data[i] = (uint8_t)testing_next(rng);
@@ -59,7 +72,9 @@ void quant_weight_add(check_case_t *c, testing_rng_t *rng, size_t offset, const 
     /* Products of about one: E4M3 codes are about 100 at most bits. */
     float size = is_fp8(weight) ? 0.02f : 0.15f;
     for (int64_t i = 0; i < experts * scales; i++)
-        if (fields.scales_dtype == EPMOE_F8_E8M0)
+        if (weight->codes)
+            ((uint8_t *)at)[i] = weight->codes[testing_range(rng, 0, weight->num_codes - 1)];
+        else if (fields.scales_dtype == EPMOE_F8_E8M0)
             ((uint8_t *)at)[i] = (uint8_t)(is_fp8(weight) ? 119 : 122 + testing_range(rng, 0, 3));
         else
             epmoei_store(at, fields.scales_dtype, i, size * testing_uniform(rng, 0.5f, 1.5f));
@@ -67,6 +82,8 @@ void quant_weight_add(check_case_t *c, testing_rng_t *rng, size_t offset, const 
         uint8_t *zeros =
             add(c, names[2], offset + offsetof(epmoe_weight_t, zeros), EPMOE_U8, experts, tiles.zeros_bytes);
         for (int64_t i = 0; i < experts * tiles.zeros_bytes; i++) zeros[i] = testing_next(rng) & 15;
+        if (weight->format == EPMOE_FORMAT_MXFP4)
+            note_large(zeros, (const uint8_t *)at, experts * tiles.tiles, tiles.groups);
     }
     if (!weight->order) return;
     int32_t *order = add(c, names[3], offset + offsetof(epmoe_weight_t, g_idx), EPMOE_I32, experts, k);
@@ -93,9 +110,9 @@ static int64_t memory_row(const quant_weight_t *weight, int64_t r)
 static float fp8_value(const epmoe_weight_t *arrays, const quant_weight_t *weight, const epmoe_weight_t *fields,
                        int64_t e, int64_t r, int64_t c)
 {
-    int64_t g = fields->group_size, row = memory_row(weight, r), f = weight->n / 2;
-    int64_t block = !packed(weight) ? row / g : r < f ? r / g : epmoei_ceil_div(f, g) + (r - f) / g;
-    int64_t at = e * fp8_scales(weight, fields->group_size) + block * epmoei_ceil_div(weight->k, g) + c / g;
+    int64_t g = fields->group_size, high = fields->group_rows, row = memory_row(weight, r), f = weight->n / 2;
+    int64_t block = !packed(weight) ? row / high : r < f ? r / high : epmoei_ceil_div(f, high) + (r - f) / high;
+    int64_t at = e * fp8_scales(weight, fields) + block * epmoei_ceil_div(weight->k, g) + c / g;
     uint8_t code = ((const uint8_t *)arrays->data)[(e * weight->n + row) * weight->k + c];
     return epmoei_e4m3_to_f32(code) * scale_of(arrays->scales, fields->scales_dtype, at);
 }
@@ -119,9 +136,9 @@ float *quant_weight_values(const epmoe_weight_t *arrays, const quant_weight_t *w
             int64_t at = e * tiles.scales + epmoei_tiles_scale_at(&tiles, r, c / fields.group_size);
             float scale = scale_of(arrays->scales, fields.scales_dtype, at);
             uint32_t code = epmoei_tiles_code(&tiles, (const char *)arrays->data + e * tiles.data_bytes, r, c);
-            int32_t zero = arrays->zeros ? ((const uint8_t *)arrays->zeros)[at] : 8;
-            float value = weight->format == EPMOE_FORMAT_MXFP4 ? epmoei_e2m1_to_f32((uint8_t)code)
-                                                               : (float)((int32_t)code - zero);
+            const bool mxfp4 = weight->format == EPMOE_FORMAT_MXFP4;
+            int32_t zero = arrays->zeros && !mxfp4 ? ((const uint8_t *)arrays->zeros)[at] : 8;
+            float value = mxfp4 ? epmoei_e2m1_to_f32((uint8_t)code) : (float)((int32_t)code - zero);
             values[i * k + (arrays->g_idx ? arrays->g_idx[e * k + c] : c)] = value * scale;
         }
     }

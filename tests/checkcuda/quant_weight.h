@@ -9,8 +9,12 @@ typedef struct quant_weight_t {
     epmoe_format_t format;
     epmoe_dtype_t scales_dtype;
     int32_t experts, n, k, group;
-    bool gated, zeros, order;
+    bool gated, order;
+    bool zeros;            /* W4: zero points; MXFP4: notes of the tiles with a scale above 2 */
     epmoe_layout_t layout; /* FP8_BLOCK: of its rows; the others are PACKED */
+    int32_t group_rows;    /* FP8_BLOCK */
+    const uint8_t *codes;  /* MXFP4: what scales are drawn from; NULL = some below 1 */
+    int32_t num_codes;
 } quant_weight_t;
 
 /* Adds the arrays of `weight` to the case as fields whose pointers stand at `offset` (of an epmoe_weight_t) in its

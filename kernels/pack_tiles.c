@@ -1,0 +1,97 @@
+#include "kernels/pack_tiles.h"
+
+#include "kernels/dequant.h"
+#include "kernels/op_check.h"
+
+static bool makes_zeros(const epmoe_pack_tiles_args_t *args)
+{
+    return args->weight.format == EPMOE_FORMAT_MXFP4 || args->weight.zeros;
+}
+
+static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k)
+{
+    static const epmoe_format_t formats[] = {EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ, EPMOE_FORMAT_CT_W4,
+                                             EPMOE_FORMAT_MXFP4, EPMOE_FORMAT_W4};
+    bool known = false;
+    for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++) known |= weight->format == formats[i];
+    if (!known)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "weight.format is %d (%s): expected gptq, awq, ct_w4, mxfp4 or w4", (int)weight->format,
+                           epmoe_format_string(weight->format));
+    EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
+    if (weight->storage != EPMOE_STORAGE_ROWS)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.storage is %d: expected EPMOE_STORAGE_ROWS (0)",
+                           (int)weight->storage);
+    if (weight->g_idx && weight->format != EPMOE_FORMAT_W4)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "weight.g_idx is not NULL: format %s packs without one, its groups one after the other",
+                           epmoe_format_string(weight->format));
+    if (!epmoei_tiles_take_group(weight->group_size, k))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "weight.group_size is %d: expected 16, 32, a multiple of %d, or to cover all columns",
+                           weight->group_size, EPMOEI_TILE_COLS);
+    if (k % 8 == 0) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "k is %d: expected a multiple of 8", k);
+}
+
+epmoe_status_t epmoei_pack_tiles_check(const epmoe_pack_tiles_args_t *args, epmoe_pack_tiles_args_t *out, bool sizes)
+{
+    EPMOEI_CHECK(epmoei_copy_sized(out, sizeof *out, args, "epmoe_pack_tiles_args_t"));
+    if (out->num_experts == 0) out->num_experts = 1;
+    EPMOEI_CHECK(epmoei_check_range("num_experts", out->num_experts, 1, EPMOE_MAX_EXPERTS));
+    EPMOEI_CHECK(epmoei_check_range("n", out->n, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_range("k", out->k, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_range("gated", out->gated, 0, 1));
+    EPMOEI_CHECK(epmoei_check_volume("weight", out->num_experts, epmoei_round_up(out->n, EPMOEI_TILE_ROWS),
+                                     epmoei_round_up(out->k, EPMOEI_TILE_COLS)));
+    if (out->gated && out->n % 2)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with gated", out->n);
+    EPMOEI_CHECK(check_weight(&out->weight, out->k));
+    if (sizes) return EPMOE_OK;
+    EPMOEI_CHECK(epmoei_weight_check_pointers(&out->weight, "weight"));
+    EPMOEI_CHECK(epmoei_check_pointer("data", out->data));
+    EPMOEI_CHECK(epmoei_check_pointer("scales", out->scales));
+    return makes_zeros(out) ? epmoei_check_pointer("zeros", out->zeros) : EPMOE_OK;
+}
+
+epmoei_quant_tiles_t epmoei_pack_tiles_layout(const epmoe_pack_tiles_args_t *args)
+{
+    const epmoe_weight_t *weight = &args->weight;
+    epmoe_format_t format = weight->format == EPMOE_FORMAT_MXFP4 ? EPMOE_FORMAT_MXFP4 : EPMOE_FORMAT_W4;
+    return epmoei_quant_tiles(format, weight->scales_dtype, args->n, args->k, weight->group_size, args->gated);
+}
+
+epmoei_floor_t epmoei_pack_tiles_floor(const epmoe_pack_tiles_args_t *args)
+{
+    epmoei_quant_tiles_t tiles = epmoei_pack_tiles_layout(args);
+    return (epmoei_floor_t){.bytes = epmoei_weight_bytes(&args->weight, args->num_experts, args->n, args->k) +
+                                     (double)args->num_experts * (double)(tiles.data_bytes + tiles.scales_bytes +
+                                                                          (makes_zeros(args) ? tiles.zeros_bytes : 0))};
+}
+
+epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_pack_tiles_size_t *size)
+{
+    epmoe_pack_tiles_args_t checked;
+    EPMOEI_CHECK(epmoei_pack_tiles_check(args, &checked, true));
+    epmoei_quant_tiles_t tiles = epmoei_pack_tiles_layout(&checked);
+    epmoe_pack_tiles_size_t result = EPMOE_PACK_TILES_SIZE_INIT;
+    result.data_bytes = checked.num_experts * tiles.data_bytes;
+    result.scales_bytes = checked.num_experts * tiles.scales_bytes;
+    result.zeros_bytes = makes_zeros(&checked) ? checked.num_experts * tiles.zeros_bytes : 0;
+    result.tiles = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+    result.tiles.format = tiles.format;
+    result.tiles.group_size = checked.weight.group_size;
+    result.tiles.scales_dtype = checked.weight.scales_dtype;
+    result.tiles.storage = EPMOE_STORAGE_TILES;
+    return epmoei_return_sized(size, &result, sizeof result, "size");
+}
+
+epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream)
+{
+    epmoe_pack_tiles_args_t checked;
+    const epmoei_kernel_table_t *table;
+    EPMOEI_CHECK(epmoei_pack_tiles_check(args, &checked, false));
+    EPMOEI_CHECK(epmoei_kernels(checked.backend, &table));
+    if (!makes_zeros(&checked)) checked.zeros = NULL;
+    return table->pack_tiles(&checked, stream);
+}
