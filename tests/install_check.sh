@@ -35,6 +35,9 @@ fi
 by_cmake/one_rank
 by_cmake/one_rank_static
 by_cmake/ops
+by_cmake/routing_test
+# Says that it skips the device where there is none.
+if [ -e by_cmake/routing_test_cuda ]; then by_cmake/routing_test_cuda; fi
 has_mpi=0
 if [ -e "$prefix/include/epmoe/epmoe_mpi.h" ]; then
     has_mpi=1
@@ -55,10 +58,32 @@ read -ra private <<<"$(pkg-config --static --libs epmoe | sed 's/-lepmoe *//')"
 ./one_rank_static
 "${CXX:-c++}" -std=c++17 examples/ops.cpp -o ops "${flags[@]}"
 ./ops
+"${CC:-cc}" -std=c11 examples/routing_test.c -o routing_test "${flags[@]}" -lm
+./routing_test
 if [ $has_mpi = 1 ]; then
     read -ra flags <<<"$(pkg-config --cflags --libs epmoe_mpi)"
     mpicc -std=c11 examples/two_ranks.c -o two_ranks "${flags[@]}" -lm
     two ./two_ranks
+fi
+
+# A caller of another minor version must be refused, one of a known one accepted.
+pkg-config --exact-version="$(sed -n 's/^set(PACKAGE_VERSION "\(.*\)")/\1/p' \
+    "$libdir/cmake/epmoe/epmoeConfigVersion.cmake")" epmoe || fail 'the versions of the CMake package and epmoe.pc differ'
+mkdir version
+printf 'cmake_minimum_required(VERSION 3.22)\nproject(v C)\nfind_package(epmoe ${V} REQUIRED)\n' >version/CMakeLists.txt
+version=$(pkg-config --modversion epmoe)
+cmake -S version -B version/same -DV="${version%.*}" -DCMAKE_PREFIX_PATH="$prefix" >>log 2>&1 ||
+    fail "find_package(epmoe ${version%.*}) fails"
+if cmake -S version -B version/next -DV=99.0 -DCMAKE_PREFIX_PATH="$prefix" >>log 2>&1; then
+    fail 'find_package(epmoe 99.0) succeeds'
+fi
+
+if command -v rustc >/dev/null; then
+    echo '-- Rust'
+    rustc --edition 2021 -O examples/ops.rs -o ops_rs -L "$libdir"
+    ./ops_rs
+else
+    echo '-- Rust: skipped, there is no rustc'
 fi
 
 echo '-- installed programs'
