@@ -21,9 +21,7 @@ if grep -rlF -e "$build" -e "$source" -e "$work/first" --include='*.cmake' --inc
     fail 'the files above hold a path of the build'
 fi
 
-# mpirun as testing needs it on any machine: as root, with fewer cores than ranks, with a small /dev/shm.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-two() { timeout 120 mpirun --oversubscribe --bind-to none -np 2 "$@"; }
+two() { "$source/tests/mpirun.sh" 2 "$@"; }
 
 echo '-- find_package'
 generator=$(sed -n 's/^CMAKE_GENERATOR:INTERNAL=//p' "$build/CMakeCache.txt")
@@ -84,6 +82,23 @@ if command -v rustc >/dev/null; then
     ./ops_rs
 else
     echo '-- Rust: skipped, there is no rustc'
+fi
+
+if command -v python3 >/dev/null; then
+    echo '-- Python'
+    # No variable names the library: the package finds that of its prefix.
+    env -u LD_LIBRARY_PATH -u EPMOE_LIBRARY PYTHONPATH="$prefix/share/epmoe/python" PYTHONDONTWRITEBYTECODE=1 python3 -c '
+import array, epmoe
+with epmoe.Layer(epmoe.config(hidden=8, intermediate=8, num_experts=2, top_k=1, dtype="float32", max_tokens=1),
+                 epmoe.Comm("cpu")) as layer:
+    layer.set_random_weights()
+    x = epmoe.as_tensor(array.array("f", [1] * 8))
+    y = layer.forward(epmoe.Tensor((1, 8), "float32", "cpu", x.pointer, x)).tolist()
+    print("epmoe", epmoe.__version__, y[0][:2])
+    assert any(y[0])
+'
+else
+    echo '-- Python: skipped, there is no python3'
 fi
 
 echo '-- installed programs'
