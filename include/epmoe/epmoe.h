@@ -106,7 +106,8 @@ EPMOE_API int32_t epmoe_version(void);
 typedef enum epmoe_log_level_t { EPMOE_LOG_WARNING = 1, EPMOE_LOG_INFO = 2 } epmoe_log_level_t;
 
 /* Where warnings (an unknown tensor in a checkpoint, a list that contradicts the file) go. `fn` may be called from
- * any thread inside a call of the library; NULL (the default) drops them. Process-wide. */
+ * any thread inside a call of the library, and may still run in another one when epmoe_set_log returns; NULL (the
+ * default) drops them. Process-wide. */
 typedef void (*epmoe_log_fn)(void *ctx, epmoe_log_level_t level, const char *message);
 EPMOE_API void epmoe_set_log(epmoe_log_fn fn, void *ctx);
 
