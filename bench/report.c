@@ -8,7 +8,7 @@
 
 void report_models(void)
 {
-    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax"};
+    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax", "sparse-mixer"};
     printf("%-16s %7s %12s %8s %6s %7s  %s\n", "model", "hidden", "intermediate", "experts", "top-k", "shared",
            "router");
     for (int32_t i = 0; epmoe_preset_name(i); i++) {

@@ -21,6 +21,7 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"n_group", config->n_group},
         {"topk_group", config->topk_group},
         {"group_score", config->group_score},
+        {"router_jitter", (double)config->router_jitter},
         {"router_has_bias", config->router_has_bias},
         {"has_selection_bias", config->has_selection_bias},
         {"weight_on_input", config->weight_on_input},
@@ -113,6 +114,8 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
         epmoei_format_of_dtype(config->dtype) != config->weight_format)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA the same",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
+    if (config->num_experts && config->scoring == EPMOE_SCORING_SPARSE_MIXER)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.scoring is SPARSE_MIXER: on CUDA it has no kernel");
     if (config->fp8_activations == 1)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "config.fp8_activations is 1: on CUDA activations stay 16 bits wide: expected 0");

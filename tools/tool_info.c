@@ -110,7 +110,7 @@ static epmoe_status_t gather_info(info_t *info)
 
 static const char *scoring_name(epmoe_scoring_t scoring)
 {
-    static const char *const names[] = {"softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"};
+    static const char *const names[] = {"softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "sparse_mixer"};
     return names[scoring];
 }
 

@@ -44,6 +44,7 @@ EPMOE_SCORING_SOFTMAX = 0
 EPMOE_SCORING_SIGMOID = 1
 EPMOE_SCORING_SQRT_SOFTPLUS = 2
 EPMOE_SCORING_TOPK_SOFTMAX = 3
+EPMOE_SCORING_SPARSE_MIXER = 4
 
 # epmoe_group_score_t
 EPMOE_GROUP_SCORE_TOP2 = 0
@@ -153,6 +154,7 @@ class epmoe_topk_args_t(Structure):
         ("ids", c_void_p),
         ("weights", c_void_p),
         ("num_tokens_dev", c_void_p),
+        ("jitter", c_float),
     ]
 
 
@@ -649,6 +651,7 @@ class epmoe_layer_config_t(Structure):
         ("capacity", c_int64),
         ("weight_group", c_int32),
         ("fp8_activations", c_int32),
+        ("router_jitter", c_float),
     ]
 
 

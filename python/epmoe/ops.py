@@ -7,7 +7,7 @@ from ._library import check, library
 from .tensor import CPU, CUDA, as_tensor, dtype_number, empty
 
 _BACKENDS = {CPU: _abi.EPMOE_BACKEND_CPU, CUDA: _abi.EPMOE_BACKEND_CUDA}
-SCORING = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
+SCORING = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3, "sparse_mixer": 4}
 GROUP_SCORE = {"top2": 0, "max": 1}
 ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "none": 4, "sigmoid": 5}
 _WORDS = {"scoring": SCORING, "group_score": GROUP_SCORE, "activation": ACTIVATION}
