@@ -1,5 +1,6 @@
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
+#include "kernels/row_max.h"
 #include "kernels/topk.h"
 
 #include <float.h>
@@ -27,9 +28,7 @@ static void score_softmax(epmoei_topk_row_t *row, int32_t num_experts)
 {
     const float *logits = row->logits;
     float *scores = row->scores;
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int32_t e = 0; e < num_experts; e++) top = logits[e] > top ? logits[e] : top;
+    float top = epmoei_row_max(logits, num_experts);
     if (top == -INFINITY) {
         for (int32_t e = 0; e < num_experts; e++) scores[e] = 0.0f;
         return;
