@@ -1,11 +1,13 @@
 #include "base/base.h"
 
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 static _Thread_local char last_error[1024];
 static _Thread_local uint64_t error_count;
+static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER; /* of the two below */
 static epmoe_log_fn log_fn;
 static void *log_ctx;
 
@@ -34,8 +36,10 @@ int32_t epmoe_version(void) { return EPMOE_VERSION_MAJOR * 10000 + EPMOE_VERSION
 
 void epmoe_set_log(epmoe_log_fn fn, void *ctx)
 {
+    pthread_mutex_lock(&log_lock);
     log_fn = fn;
     log_ctx = ctx;
+    pthread_mutex_unlock(&log_lock);
 }
 
 epmoe_status_t epmoei_fail(epmoe_status_t status, const char *format, ...)
@@ -63,13 +67,17 @@ epmoe_status_t epmoei_fail_context(epmoe_status_t status, const char *format, ..
 
 void epmoei_log(epmoe_log_level_t level, const char *format, ...)
 {
-    if (!log_fn) return;
+    pthread_mutex_lock(&log_lock);
+    epmoe_log_fn fn = log_fn;
+    void *ctx = log_ctx;
+    pthread_mutex_unlock(&log_lock);
+    if (!fn) return;
     char text[1024];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    log_fn(log_ctx, level, text);
+    fn(ctx, level, text); /* without the lock: it may set another one */
 }
 
 epmoe_status_t epmoei_copy_sized(void *dst, size_t dst_size, const void *src, const char *name)

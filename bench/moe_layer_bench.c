@@ -157,7 +157,7 @@ static epmoe_status_t make_layer(bench_t *bench)
         load.progress_ctx = bench;
         EPMOEI_CHECK(epmoe_layer_load_checkpoint(bench->layer, bench->checkpoint, bench->reference.layer, &load));
     } else {
-        report_busy(bench, "making random weights");
+        report_busy(bench, -1, "making random weights");
         EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
     }
     report_idle(bench);
@@ -173,13 +173,13 @@ static epmoe_status_t run_case(bench_t *bench, int32_t index, int64_t *wrong)
     epmoe_status_t status;
     bench_case_t made;
     case_result_t result = {0};
-    report_busy(bench, "drawing tokens");
+    report_busy(bench, index, "drawing tokens");
     EPMOEI_CHECK_GOTO(case_create(&made, bench, index), done);
-    report_busy(bench, "timing");
+    report_busy(bench, index, "timing");
     EPMOEI_CHECK_GOTO(case_run(&made, bench, &result), done);
     EPMOEI_CHECK_GOTO(case_rate(&made, bench, &result), done);
     if (bench->options->check) {
-        report_busy(bench, "checking against the reference");
+        report_busy(bench, index, "checking against the reference");
         EPMOEI_CHECK_GOTO(case_verify(&made, bench, &result), done);
     }
     *wrong += result.wrong;

@@ -116,18 +116,19 @@ static void rate_job(const op_job_t *job, case_result_t *result)
     result->memory_gbps = seconds > 0 ? job->floor.bytes / seconds * 1e-9 : 0;
 }
 
-static epmoe_status_t run_case(const bench_t *bench, int32_t num_tokens, int64_t *wrong)
+static epmoe_status_t run_case(const bench_t *bench, int32_t index, int64_t *wrong)
 {
+    int32_t num_tokens = bench->options->tokens[index];
     epmoe_status_t status;
     op_job_t job;
     case_result_t result = {0};
-    report_busy(bench, "making the op's data");
+    report_busy(bench, index, "making the op's data");
     EPMOEI_CHECK_GOTO(op_job_create(&job, bench, num_tokens), done);
-    report_busy(bench, "timing");
+    report_busy(bench, index, "timing");
     EPMOEI_CHECK_GOTO(time_job(&job, &result), done);
     rate_job(&job, &result);
     if (bench->options->check) {
-        report_busy(bench, "checking against the reference");
+        report_busy(bench, index, "checking against the reference");
         EPMOEI_CHECK_GOTO(check_job(&job, &result), done);
     }
     *wrong += result.wrong;
@@ -141,8 +142,7 @@ done:
 epmoe_status_t op_run(const bench_t *bench, int64_t *wrong)
 {
     report_op_header(bench);
-    for (int32_t i = 0; i < bench->options->num_cases; i++)
-        EPMOEI_CHECK(run_case(bench, bench->options->tokens[i], wrong));
+    for (int32_t i = 0; i < bench->options->num_cases; i++) EPMOEI_CHECK(run_case(bench, i, wrong));
     report_footer(bench, *wrong);
     return EPMOE_OK;
 }

@@ -48,6 +48,7 @@ epmoe_topk_args_t op_topk_args(const op_job_t *job)
     args.n_group = config->n_group;
     args.topk_group = config->topk_group;
     args.group_score = config->group_score;
+    args.jitter = config->router_jitter;
     return args;
 }
 

@@ -8,7 +8,7 @@
 
 void report_models(void)
 {
-    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax"};
+    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt-softplus", "topk-softmax", "sparse-mixer"};
     printf("%-16s %7s %12s %8s %6s %7s  %s\n", "model", "hidden", "intermediate", "experts", "top-k", "shared",
            "router");
     for (int32_t i = 0; epmoe_preset_name(i); i++) {
@@ -216,9 +216,12 @@ void report_footer(const bench_t *bench, int64_t wrong)
 
 static bool shows_progress(const bench_t *bench) { return bench->program->rank == 0 && isatty(STDERR_FILENO); }
 
-void report_busy(const bench_t *bench, const char *what)
+void report_busy(const bench_t *bench, int32_t index, const char *what)
 {
-    if (shows_progress(bench)) fprintf(stderr, "\r\033[K%s ...", what);
+    if (!shows_progress(bench)) return;
+    fprintf(stderr, "\r\033[K");
+    if (index >= 0) fprintf(stderr, "case %d of %d: ", index + 1, bench->options->num_cases);
+    fprintf(stderr, "%s ...", what);
 }
 
 int32_t report_progress(void *ctx, int64_t done_bytes, int64_t total_bytes)

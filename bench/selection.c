@@ -42,8 +42,8 @@ static void scores_of(const epmoe_layer_config_t *config, const float *logits, d
 static bool values_of(const epmoe_layer_config_t *config, const float *selection_bias, const float *logits,
                       double *values)
 {
-    bool by_logit =
-        config->scoring == EPMOE_SCORING_TOPK_SOFTMAX || (config->scoring == EPMOE_SCORING_SOFTMAX && !selection_bias);
+    bool by_logit = config->scoring == EPMOE_SCORING_TOPK_SOFTMAX || config->scoring == EPMOE_SCORING_SPARSE_MIXER ||
+                    (config->scoring == EPMOE_SCORING_SOFTMAX && !selection_bias);
     if (!by_logit) scores_of(config, logits, values);
     for (int32_t e = 0; e < config->num_experts; e++) {
         double logit = clean_logit(logits[e]);
@@ -150,6 +150,21 @@ void selection_sort(const epmoe_layer_config_t *config, const float *selection_b
     }
 }
 
+/* The softmax of choice j among the logits close to it that were not chosen before. */
+static double mixed_score(const epmoe_layer_config_t *config, const double *logits, const int32_t *ids, int32_t j)
+{
+    double top = logits[ids[j]], sum = 0, jitter = config->router_jitter != 0 ? (double)config->router_jitter : 0.01;
+    if (top == -INFINITY) return 0;
+    for (int32_t e = 0; e < config->num_experts; e++) {
+        bool before = false;
+        for (int32_t i = 0; i < j; i++) before = before || ids[i] == e;
+        double size = fmax(fabs(logits[e]), top);
+        bool close = size == 0 || (top - logits[e]) / size <= 2 * jitter;
+        if (!before && close) sum += exp(logits[e] - top);
+    }
+    return 1 / sum;
+}
+
 void selection_weights(const epmoe_layer_config_t *config, const float *logits, const int32_t *ids, double *weights)
 {
     double scores[EPMOE_MAX_EXPERTS], scale = config->routed_scale != 0.0f ? (double)config->routed_scale : 1.0;
@@ -160,6 +175,7 @@ void selection_weights(const epmoe_layer_config_t *config, const float *logits, 
     for (int32_t j = 0; j < config->top_k; j++) {
         double score = scores[ids[j]];
         if (after) score = top == -INFINITY ? 0 : exp(score - top);
+        if (config->scoring == EPMOE_SCORING_SPARSE_MIXER) score = mixed_score(config, scores, ids, j);
         sum += weights[j] = score;
     }
     bool divide = config->renormalize || after;

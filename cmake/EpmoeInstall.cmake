@@ -21,6 +21,9 @@ write_basic_package_version_file(epmoeConfigVersion.cmake COMPATIBILITY SameMino
 install(FILES ${PROJECT_BINARY_DIR}/epmoeConfig.cmake ${PROJECT_BINARY_DIR}/epmoeConfigVersion.cmake
         DESTINATION ${epmoe_package_dir})
 
+# The Python package: PYTHONPATH=PREFIX/share/epmoe/python. It finds the library of its own prefix.
+install(DIRECTORY python/epmoe DESTINATION ${CMAKE_INSTALL_DATADIR}/epmoe/python FILES_MATCHING PATTERN "*.py")
+
 # pkg-config. ${pcfiledir} is where the .pc file lies.
 cmake_path(RELATIVE_PATH CMAKE_INSTALL_PREFIX BASE_DIRECTORY ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig
            OUTPUT_VARIABLE EPMOE_PC_UP)

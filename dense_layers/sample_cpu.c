@@ -3,6 +3,7 @@
 #include "dense_layers/sample.h"
 #include "dense_layers/token_weight.h"
 #include "kernels/row_blocks.h"
+#include "kernels/row_max.h"
 
 #define BLOCK EPMOEI_BLOCK_COLS
 /* What top-k leaves is set aside if it is not more than this, and later passes see nothing else. */
@@ -64,9 +65,8 @@ static float find_top(const row_t *row)
     float buffer[BLOCK], top = -INFINITY;
     for (int32_t first = 0; first < row->num_items; first += BLOCK) {
         int32_t count = count_of(row, first);
-        const float *logits = take(row, first, count, buffer);
-#pragma omp simd reduction(max : top)
-        for (int32_t i = 0; i < count; i++) top = logits[i] > top ? logits[i] : top;
+        float here = epmoei_row_max(take(row, first, count, buffer), count);
+        top = here > top ? here : top;
     }
     return top;
 }

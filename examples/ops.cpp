@@ -26,6 +26,7 @@ try {
     std::vector<float> weights(2);
 
     epmoe_topk_args_t topk = EPMOE_TOPK_ARGS_INIT;
+    topk.backend = EPMOE_BACKEND_CPU; // vectors are host memory
     topk.num_tokens = 1;
     topk.num_experts = 4;
     topk.top_k = 2;
@@ -37,6 +38,7 @@ try {
     check(epmoe_topk(&topk, nullptr));
 
     epmoe_align_args_t align = EPMOE_ALIGN_ARGS_INIT;
+    align.backend = topk.backend;
     align.num_tokens = topk.num_tokens;
     align.top_k = topk.top_k;
     align.num_experts = topk.num_experts;

@@ -13,7 +13,7 @@
 
 enum { HIDDEN = 64, INTERMEDIATE = 32, EXPERTS = 10, TOP_K = 3, TOKENS = 5 };
 
-/* Makes the layer on a communicator (NULL: alone), fills it and runs it once. The random weights depend on the seed
+/* Makes the layer on a communicator, fills it and runs it once. The random weights depend on the seed
  * and the expert alone, so that every rank count has the same ones. */
 static epmoe_status_t run(epmoe_comm_t *comm, const float *x, float *y)
 {
@@ -36,17 +36,20 @@ static epmoe_status_t run(epmoe_comm_t *comm, const float *x, float *y)
 
 int main(int argc, char **argv)
 {
-    epmoe_comm_t *comm = NULL;
+    epmoe_comm_t *comm = NULL, *own = NULL;
+    epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
+    config.backend = EPMOE_BACKEND_CPU; /* the arrays are host memory */
     float x[TOKENS * HIDDEN], spread[TOKENS * HIDDEN], alone[TOKENS * HIDDEN];
     MPI_Init(&argc, &argv);
 
-    epmoe_status_t status = epmoe_comm_create_mpi(MPI_COMM_WORLD, NULL, &comm);
+    epmoe_status_t status = epmoe_comm_create_mpi(MPI_COMM_WORLD, &config, &comm);
+    if (status == EPMOE_OK) status = epmoe_comm_create(NULL, &config, &own);
     if (status != EPMOE_OK) goto fail;
     const int32_t rank = epmoe_comm_rank(comm), size = epmoe_comm_size(comm);
     for (int i = 0; i < TOKENS * HIDDEN; i++) x[i] = sinf((float)(i + 1000 * rank));
 
     status = run(comm, x, spread);
-    if (status == EPMOE_OK) status = run(NULL, x, alone);
+    if (status == EPMOE_OK) status = run(own, x, alone);
     if (status != EPMOE_OK) goto fail;
 
     double error = 0.0, norm = 0.0;
@@ -60,12 +63,14 @@ int main(int argc, char **argv)
     const int ok = error <= 1e-5; /* false for a NaN */
     printf("rank %d of %d: %d experts from %d, %s, relative error %.1e: %s\n", rank, size, count, first,
            epmoe_transport_string(epmoe_comm_transport(comm)), error, ok ? "ok" : "WRONG");
+    epmoe_comm_destroy(own);
     epmoe_comm_destroy(comm);
     MPI_Finalize();
     return ok ? EXIT_SUCCESS : EXIT_FAILURE;
 
 fail:
     fprintf(stderr, "epmoe: %s\n", epmoe_last_error());
+    epmoe_comm_destroy(own);
     epmoe_comm_destroy(comm);
     /* After a timeout or a lost peer, MPI_Finalize could wait for that peer. */
     MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);

@@ -18,7 +18,7 @@ epmoe_status_t epmoei_topk_check_sizes(const epmoe_topk_args_t *args, epmoe_topk
     EPMOEI_CHECK(epmoei_check_float_dtype("logits_dtype", out->logits_dtype));
     EPMOEI_CHECK(epmoei_check_stride("logits_stride", &out->logits_stride, out->num_experts, out->num_tokens));
     EPMOEI_CHECK(
-        epmoei_check_range("scoring", (int32_t)out->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_TOPK_SOFTMAX));
+        epmoei_check_range("scoring", (int32_t)out->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_SPARSE_MIXER));
     EPMOEI_CHECK(epmoei_check_range("renormalize", out->renormalize, 0, 1));
     if (!isfinite(out->scale))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "scale is %g: expected a finite number", (double)out->scale);
@@ -34,6 +34,12 @@ epmoe_status_t epmoei_topk_check_sizes(const epmoe_topk_args_t *args, epmoe_topk
     if (out->top_k > candidates)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "top_k is %d: the %d kept groups have only %d experts",
                            out->top_k, out->topk_group, candidates);
+    if (out->jitter == 0.0f) out->jitter = 0.01f;
+    if (!(out->jitter > 0.0f && out->jitter < 1.0f))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "jitter is %g: expected 0 to below 1", (double)out->jitter);
+    if (out->scoring == EPMOE_SCORING_SPARSE_MIXER && (out->n_group > 1 || out->selection_bias))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "scoring is SPARSE_MIXER with %s: expected none",
+                           out->n_group > 1 ? "groups" : "a selection bias");
     return EPMOE_OK;
 }
 
@@ -58,6 +64,12 @@ epmoe_status_t epmoe_topk(const epmoe_topk_args_t *args, epmoe_stream_t stream)
     const epmoei_kernel_table_t *table;
     EPMOEI_CHECK(epmoei_topk_check(args, &checked));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &table));
+    if (checked.scoring == EPMOE_SCORING_SPARSE_MIXER) {
+        epmoe_backend_t backend;
+        EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
+        if (backend == EPMOE_BACKEND_CUDA)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "scoring is SPARSE_MIXER: on CUDA it has no kernel");
+    }
     if (checked.num_tokens == 0) return EPMOE_OK;
     if (!table->topk) return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "epmoe_topk has no kernel on this backend");
     return table->topk(&checked, stream);

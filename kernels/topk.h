@@ -2,8 +2,8 @@
  *
  * Contract of every kernel:
  *   order       ids descend by selection value, equal values by ascending id; fp32 throughout. The selection value is
- *               the logit for SOFTMAX without a selection bias, score + bias otherwise, where TOPK_SOFTMAX, which has
- *               no scores before the choice, takes the logit as its score
+ *               the logit for SOFTMAX without a selection bias, score + bias otherwise, where TOPK_SOFTMAX and
+ *               SPARSE_MIXER, which have no scores before the choice, take the logit as their score
  *   groups      the group score is taken over score + bias (SOFTMAX without a bias and MAX: over the logits, so that
  *               underflow cannot make ties; TOP2: over the scores); a group of one scores its one; equal groups: the
  *               lower one. Ids come from the kept groups only, even when their values are -inf
@@ -13,6 +13,7 @@
  *   aliasing    none
  *   NaN         a NaN logit counts as -inf, +inf as FLT_MAX, a NaN in the bias as -inf; a -inf stays -inf after the
  *               bias and its score is 0. All -inf: ids 0..k-1, weights 0
+ *   mixer       the sum behind the j-th choice runs by ascending expert
  *   weights     j ascending: s / sum * scale, no epsilon; sum below 2^-126 gives 0; a product that overflows is
  *               +-FLT_MAX, so weights are always finite
  *   padding     rows from *num_tokens_dev on are neither read nor written
@@ -42,7 +43,7 @@ epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_stream_t st
  * and the third. */
 typedef struct epmoei_topk_row_t {
     float logits[EPMOE_MAX_EXPERTS]; /* never NaN or +inf */
-    float scores[EPMOE_MAX_EXPERTS]; /* finite; the logit itself for TOPK_SOFTMAX */
+    float scores[EPMOE_MAX_EXPERTS]; /* finite; the logit itself for TOPK_SOFTMAX and SPARSE_MIXER */
     float values[EPMOE_MAX_EXPERTS]; /* what selects: never NaN or +inf */
     bool kept[EPMOE_MAX_EXPERTS];    /* per group */
 } epmoei_topk_row_t;

@@ -1,5 +1,6 @@
 #include "kernels/activation.h"
 #include "kernels/op_check.h"
+#include "kernels/row_max.h"
 #include "kernels/topk.h"
 
 #include <float.h>
@@ -27,9 +28,7 @@ static void score_softmax(epmoei_topk_row_t *row, int32_t num_experts)
 {
     const float *logits = row->logits;
     float *scores = row->scores;
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int32_t e = 0; e < num_experts; e++) top = logits[e] > top ? logits[e] : top;
+    float top = epmoei_row_max(logits, num_experts);
     if (top == -INFINITY) {
         for (int32_t e = 0; e < num_experts; e++) scores[e] = 0.0f;
         return;
@@ -63,7 +62,8 @@ void epmoei_topk_row_score(const epmoe_topk_args_t *args, int64_t token, epmoei_
         for (int32_t e = 0; e < num_experts; e++)
             scores[e] = sqrtf((logits[e] > 0.0f ? logits[e] : 0.0f) + log1pf(epmoei_exp(-fabsf(logits[e]))));
         break;
-    case EPMOE_SCORING_TOPK_SOFTMAX: memcpy(scores, logits, (size_t)num_experts * sizeof *scores); break;
+    case EPMOE_SCORING_TOPK_SOFTMAX:
+    case EPMOE_SCORING_SPARSE_MIXER: memcpy(scores, logits, (size_t)num_experts * sizeof *scores); break;
     }
 
     if (!bias && args->scoring == EPMOE_SCORING_SOFTMAX) {
@@ -128,6 +128,29 @@ static void pick(const epmoe_topk_args_t *args, const epmoei_topk_row_t *row, in
     }
 }
 
+/* The softmax of each choice among what is close to it and was not chosen before. */
+static void mix_sparsely(const epmoe_topk_args_t *args, const epmoei_topk_row_t *row, const int32_t *ids,
+                         float *weights)
+{
+    float left[EPMOE_MAX_EXPERTS];
+    memcpy(left, row->logits, (size_t)args->num_experts * sizeof *left);
+    for (int32_t j = 0; j < args->top_k; j++) {
+        float top = left[ids[j]], sum = 0.0f;
+        if (top == -INFINITY) {
+            weights[j] = 0.0f;
+            continue;
+        }
+        for (int32_t e = 0; e < args->num_experts; e++) {
+            float logit = left[e], size = fabsf(logit) > top ? fabsf(logit) : top;
+            /* 0 / 0 is close. */
+            bool far_off = (top - logit) / size > 2.0f * args->jitter;
+            if (logit != -INFINITY && !far_off) sum += epmoei_exp(logit - top);
+        }
+        weights[j] = 1.0f / sum;
+        left[ids[j]] = -INFINITY;
+    }
+}
+
 void epmoei_topk_row_weigh(const epmoe_topk_args_t *args, const epmoei_topk_row_t *row, const int32_t *ids,
                            float *weights)
 {
@@ -139,7 +162,9 @@ void epmoei_topk_row_weigh(const epmoe_topk_args_t *args, const epmoei_topk_row_
         for (int32_t j = 0; j < top_k; j++)
             weights[j] = top == -INFINITY ? 0.0f : epmoei_exp(row->logits[ids[j]] - top);
         divide = true;
-    } else
+    } else if (args->scoring == EPMOE_SCORING_SPARSE_MIXER)
+        mix_sparsely(args, row, ids, weights);
+    else
         for (int32_t j = 0; j < top_k; j++) weights[j] = row->scores[ids[j]];
 
     float sum = 0.0f;

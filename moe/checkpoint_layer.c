@@ -66,7 +66,8 @@ static epmoe_status_t find_place(epmoei_reader_t *reader, epmoei_layer_place_t *
     const epmoei_tensor_names_t *names = reader->names;
     for (int32_t i = 0; i < EPMOEI_FAMILY_LIST && names->modules[i]; i++) {
         reader->module = names->modules[i];
-        if (!epmoei_reader_has_projection(reader, names->router) && !epmoei_reader_has_prefix(reader, names->experts))
+        if (!epmoei_reader_has_projection(reader, names->router) &&
+            !(names->experts && epmoei_reader_has_prefix(reader, names->experts)))
             continue;
         place->module = reader->module;
         place->stacked = !names->expert_gate || epmoei_reader_has_stacked(reader);

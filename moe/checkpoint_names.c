@@ -141,6 +141,13 @@ static epmoe_status_t check_module_name(const epmoe_checkpoint_t *checkpoint, in
     return EPMOE_OK;
 }
 
+/* `below` is a tensor's name below a module of experts. */
+static bool is_expert_tensor(const epmoei_tensor_names_t *names, const char *below)
+{
+    if (names->experts) return after(below, names->experts) != NULL;
+    return after(below, names->stacked_gate_up) || after(below, names->stacked_down);
+}
+
 /* *known false asks for a warning. */
 static epmoe_status_t check_name(const epmoe_checkpoint_t *checkpoint, const epmoei_tensor_t *tensor, bool *known)
 {
@@ -160,7 +167,7 @@ static epmoe_status_t check_name(const epmoe_checkpoint_t *checkpoint, const epm
     const epmoei_layer_place_t *place = &checkpoint->layers[layer];
     for (int32_t i = 0; i < EPMOEI_FAMILY_LIST && names->modules[i]; i++) {
         const char *below = after(rest, names->modules[i]);
-        if (!below || !after(below, names->experts)) continue;
+        if (!below || !is_expert_tensor(names, below)) continue;
         if (strcmp(names->modules[i], place->module)) return unknown_below_experts(checkpoint, tensor);
         return check_expert_name(checkpoint, layer, tensor, below);
     }

@@ -81,7 +81,10 @@ epmoe_status_t epmoei_reader_row(epmoei_reader_t *reader, const char *pattern, c
 {
     const epmoei_tensor_t *tensor = epmoei_reader_find(reader, pattern, 0, "");
     if (!tensor) return epmoei_reader_missing(reader, pattern, 0, "");
-    EPMOEI_CHECK(epmoei_reader_check_shape(tensor, 1, &cols->value, cols->text));
+    /* Some exports keep a leading dimension of one. */
+    const int64_t as_matrix[] = {1, cols->value};
+    bool matrix = tensor->num_dims == 2 && tensor->shape[0] == 1;
+    EPMOEI_CHECK(epmoei_reader_check_shape(tensor, matrix ? 2 : 1, matrix ? as_matrix : &cols->value, cols->text));
     if (!epmoei_dtype_is_float(tensor->dtype)) {
         epmoei_reader_refuse(reader, tensor, tensor->dtype_name);
         return EPMOE_OK;

@@ -13,6 +13,12 @@ static const char *const usual_rest_of_layer[] = {
 };
 static const char *const usual_outside_layers[] = {"model.embed_tokens.", "model.norm.", "model.rotary_emb.",
                                                    "lm_head.", NULL};
+/* Layers for speculative decoding lie outside the others. */
+static const char *const qwen3_next_rest_of_layer[] = {"self_attn.", "linear_attn.", "input_layernorm.",
+                                                       "post_attention_layernorm.", NULL};
+static const char *const qwen3_next_outside_layers[] = {"model.embed_tokens.", "model.norm.", "lm_head.", "mtp.", NULL};
+static const char *const ernie_outside_layers[] = {"model.embed_tokens.", "model.norm.", "lm_head.", "model.mtp_",
+                                                   NULL};
 static const char *const llama4_outside_layers[] = {"model.embed_tokens.",
                                                     "model.norm.",
                                                     "lm_head.",
@@ -55,17 +61,41 @@ static const epmoei_tensor_names_t minimax_m2_names = {
     REST,
 };
 
+static const epmoei_tensor_names_t granite_names = {
+    .modules = {"block_sparse_moe."},
+    .router = "router.layer",
+    .stacked_gate_up = "input_linear.weight",
+    .stacked_down = "output_linear.weight",
+    REST,
+};
+
+#define QWEN_MLP                                                                                                       \
+    .modules = {"mlp."}, .router = "gate", .experts = "experts.", PROJECTIONS(expert, "experts.%d."), STACKED,         \
+    SHARED("shared_expert."), .shared_gate = "shared_expert_gate", .dense_module = "mlp.", PROJECTIONS(dense, "")
+
+static const epmoei_tensor_names_t qwen3_next_names = {
+    QWEN_MLP,
+    .rest_of_layer = qwen3_next_rest_of_layer,
+    .outside_layers = qwen3_next_outside_layers,
+};
+
 static const epmoei_tensor_names_t qwen_names = {
+    QWEN_MLP,
+    REST,
+};
+
+static const epmoei_tensor_names_t ernie_names = {
     .modules = {"mlp."},
     .router = "gate",
+    .selection_bias = "moe_statics.e_score_correction_bias",
     .experts = "experts.",
     PROJECTIONS(expert, "experts.%d."),
     STACKED,
-    SHARED("shared_expert."),
-    .shared_gate = "shared_expert_gate",
+    SHARED("shared_experts."),
     .dense_module = "mlp.",
     PROJECTIONS(dense, ""),
-    REST,
+    .rest_of_layer = usual_rest_of_layer,
+    .outside_layers = ernie_outside_layers,
 };
 
 static const epmoei_tensor_names_t deepseek_names = {
@@ -205,6 +235,26 @@ static const epmoei_family_t families[] = {
      .config_section = "text_config",
      .layers = "language_model.model.layers.",
      LLAMA4_COMMON},
+    {.model_types = {"phimoe"},
+     LAYERS,
+     .names = &mixtral_names,
+     .rule = {.scoring = EPMOE_SCORING_SPARSE_MIXER, .topk_method = EPMOEI_TOPK_GREEDY, ONE_GROUP}},
+    {.model_types = {"granitemoe"},
+     LAYERS,
+     .names = &granite_names,
+     .rule = {.scoring = EPMOE_SCORING_TOPK_SOFTMAX, .topk_method = EPMOEI_TOPK_GREEDY, ONE_GROUP}},
+    {.model_types = {"ernie4_5_moe"},
+     LAYERS,
+     .names = &ernie_names,
+     .dense_intermediate = "intermediate_size",
+     .num_shared = "moe_num_shared_experts",
+     .rule = {.scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
+    {.model_types = {"qwen3_next"},
+     LAYERS,
+     .names = &qwen3_next_names,
+     .dense_intermediate = "intermediate_size",
+     .shared_intermediate = "shared_expert_intermediate_size",
+     .rule = {SOFTMAX_ROUTER, .renormalize = 1}},
 };
 #define FAMILY_COUNT (sizeof families / sizeof families[0])
 

@@ -15,7 +15,7 @@ typedef struct epmoei_tensor_names_t {
     const char *router;                      /* projection [E,d] */
     const char *router_bias;                 /* [E], in full */
     const char *selection_bias;              /* [E], in full */
-    const char *experts;                     /* everything below it is an expert's */
+    const char *experts; /* everything below it is an expert's; NULL: only the stacked tensors are */
     /* One tensor per expert and projection. */
     const char *expert_gate, *expert_up, *expert_down;
     /* All experts in one tensor; names in full, biases with "_bias" behind. */

@@ -58,10 +58,12 @@ static int64_t key_start(const char *text, int64_t end)
 epmoe_status_t epmoei_json_parse(const char *text, int64_t bytes, const char *path, json_t **object)
 {
     json_error_t error;
+    errno = 0;
     json_t *root = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &error);
     if (!root) {
         enum json_error_code code = json_error_code(&error);
-        if (code == json_error_out_of_memory)
+        /* Where the parser gets no memory it often says nothing, or that the token at hand is invalid. */
+        if (code == json_error_out_of_memory || errno == ENOMEM)
             return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "%s: no memory for %lld bytes of JSON", path,
                                (long long)bytes);
         int64_t end = error.position <= bytes ? error.position : 0;

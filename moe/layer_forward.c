@@ -131,6 +131,7 @@ static epmoe_topk_args_t topk_args(const forward_t *forward)
     topk.n_group = config->n_group;
     topk.topk_group = config->topk_group;
     topk.group_score = config->group_score;
+    topk.jitter = config->router_jitter;
     topk.ids = forward->ids;
     topk.weights = forward->weights;
     topk.num_tokens_dev = forward->args.num_tokens_dev;

@@ -27,12 +27,16 @@ static epmoe_status_t check_router(epmoe_layer_config_t *config)
     EPMOEI_CHECK(check_range("top_k", config->top_k, 1, epmoei_min64(config->num_experts, EPMOE_MAX_TOP_K)));
     EPMOEI_CHECK(check_range("intermediate", config->intermediate, 1, kMaxWidth));
     EPMOEI_CHECK(epmoei_check_volume("gate_up", config->num_experts, 2 * config->intermediate, config->hidden));
-    EPMOEI_CHECK(check_range("scoring", config->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_TOPK_SOFTMAX));
+    EPMOEI_CHECK(check_range("scoring", config->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_SPARSE_MIXER));
     EPMOEI_CHECK(check_range("group_score", config->group_score, EPMOE_GROUP_SCORE_TOP2, EPMOE_GROUP_SCORE_MAX));
     if (config->routed_scale == 0.0f) config->routed_scale = 1.0f;
     if (!(config->routed_scale > 0.0f && config->routed_scale < 3e38f))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.routed_scale is %g: expected a positive number",
                            (double)config->routed_scale);
+    if (config->router_jitter == 0.0f) config->router_jitter = 0.01f;
+    if (!(config->router_jitter > 0.0f && config->router_jitter < 1.0f))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.router_jitter is %g: expected 0 to below 1",
+                           (double)config->router_jitter);
     if (config->n_group == 0) config->n_group = 1;
     EPMOEI_CHECK(check_range("n_group", config->n_group, 1, config->num_experts));
     if (config->topk_group == 0) config->topk_group = config->n_group;
@@ -41,6 +45,9 @@ static epmoe_status_t check_router(epmoe_layer_config_t *config)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "config.num_experts is %d: expected a multiple of n_group (%d)", config->num_experts,
                            config->n_group);
+    if (config->scoring == EPMOE_SCORING_SPARSE_MIXER && (config->n_group > 1 || config->has_selection_bias))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.scoring is SPARSE_MIXER with %s: expected none",
+                           config->n_group > 1 ? "groups" : "a selection bias");
     int32_t candidates = config->num_experts / config->n_group * config->topk_group;
     if (config->top_k > candidates)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
@@ -55,7 +62,7 @@ static void drop_routed(epmoe_layer_config_t *config)
     config->intermediate = config->top_k = config->renormalize = config->n_group = config->topk_group = 0;
     config->scoring = EPMOE_SCORING_SOFTMAX;
     config->group_score = EPMOE_GROUP_SCORE_TOP2;
-    config->routed_scale = 0;
+    config->routed_scale = config->router_jitter = 0;
     config->router_has_bias = config->has_selection_bias = config->weight_on_input = config->expert_has_bias = 0;
     config->capacity = 0;
 }

@@ -71,6 +71,7 @@ static epmoe_status_t check_config(const epmoe_layer_config_t *have, const epmoe
         {"n_group", have->n_group, file->n_group},
         {"topk_group", have->topk_group, file->topk_group},
         {"group_score", have->group_score, file->group_score},
+        {"router_jitter", (double)have->router_jitter, (double)file->router_jitter},
         {"router_has_bias", have->router_has_bias, file->router_has_bias},
         {"has_selection_bias", have->has_selection_bias, file->has_selection_bias},
         {"weight_on_input", have->weight_on_input, file->weight_on_input},

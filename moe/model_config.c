@@ -42,6 +42,8 @@ static epmoe_status_t read_router(epmoei_config_section_t section, epmoei_model_
     layer->topk_group = (int32_t)epmoei_min64(rule->topk_group, layer->n_group);
     EPMOEI_CHECK(epmoei_config_get_int32(section, "topk_group", 1, &layer->topk_group));
     layer->weight_on_input = rule->weight_on_input;
+    if (layer->scoring == EPMOE_SCORING_SPARSE_MIXER)
+        EPMOEI_CHECK(epmoei_config_get_float(section, "router_jitter_noise", &layer->router_jitter));
     if (method == EPMOEI_TOPK_GREEDY) layer->n_group = layer->topk_group = 1;
     layer->group_score = method == EPMOEI_TOPK_GROUP_LIMITED ? EPMOE_GROUP_SCORE_MAX : EPMOE_GROUP_SCORE_TOP2;
     layer->has_selection_bias = method == EPMOEI_TOPK_NOAUX_TC;
@@ -98,7 +100,7 @@ static epmoe_status_t read_sizes(epmoei_config_section_t section, epmoei_model_c
                              *const experts[] = {"num_experts", "num_local_experts", "n_routed_experts",
                                                  "moe_num_experts", NULL},
                              *const own[] = {"moe_intermediate_size", NULL}, *const any[] = {"intermediate_size", NULL},
-                             *const top_k[] = {"num_experts_per_tok", "experts_per_token", NULL};
+                             *const top_k[] = {"num_experts_per_tok", "experts_per_token", "moe_k", NULL};
     static const char *const either[] = {"moe_intermediate_size", "intermediate_size", NULL};
     epmoei_config_size_t size;
     EPMOEI_CHECK(epmoei_config_get_size(section, layers, 1, true, &size));
@@ -140,7 +142,7 @@ static epmoe_status_t find_family(epmoei_config_section_t section, epmoei_model_
                            value ? "not a string" : "missing");
     config->family = epmoei_family_find(model_type);
     if (!config->family) {
-        char known[256];
+        char known[512];
         epmoei_family_list(known, sizeof known);
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "%s: model_type is \"%.64s\", a family without a row in the table of moe/families.c; known "

@@ -21,9 +21,7 @@ if grep -rlF -e "$build" -e "$source" -e "$work/first" --include='*.cmake' --inc
     fail 'the files above hold a path of the build'
 fi
 
-# mpirun as testing needs it on any machine: as root, with fewer cores than ranks, with a small /dev/shm.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-two() { timeout 120 mpirun --oversubscribe --bind-to none -np 2 "$@"; }
+two() { "$source/tests/mpirun.sh" 2 "$@"; }
 
 echo '-- find_package'
 generator=$(sed -n 's/^CMAKE_GENERATOR:INTERNAL=//p' "$build/CMakeCache.txt")
@@ -35,6 +33,9 @@ fi
 by_cmake/one_rank
 by_cmake/one_rank_static
 by_cmake/ops
+by_cmake/routing_test
+# Says that it skips the device where there is none.
+if [ -e by_cmake/routing_test_cuda ]; then by_cmake/routing_test_cuda; fi
 has_mpi=0
 if [ -e "$prefix/include/epmoe/epmoe_mpi.h" ]; then
     has_mpi=1
@@ -55,10 +56,49 @@ read -ra private <<<"$(pkg-config --static --libs epmoe | sed 's/-lepmoe *//')"
 ./one_rank_static
 "${CXX:-c++}" -std=c++17 examples/ops.cpp -o ops "${flags[@]}"
 ./ops
+"${CC:-cc}" -std=c11 examples/routing_test.c -o routing_test "${flags[@]}" -lm
+./routing_test
 if [ $has_mpi = 1 ]; then
     read -ra flags <<<"$(pkg-config --cflags --libs epmoe_mpi)"
     mpicc -std=c11 examples/two_ranks.c -o two_ranks "${flags[@]}" -lm
     two ./two_ranks
+fi
+
+# A caller of another minor version must be refused, one of a known one accepted.
+pkg-config --exact-version="$(sed -n 's/^set(PACKAGE_VERSION "\(.*\)")/\1/p' \
+    "$libdir/cmake/epmoe/epmoeConfigVersion.cmake")" epmoe || fail 'the versions of the CMake package and epmoe.pc differ'
+mkdir version
+printf 'cmake_minimum_required(VERSION 3.22)\nproject(v C)\nfind_package(epmoe ${V} REQUIRED)\n' >version/CMakeLists.txt
+version=$(pkg-config --modversion epmoe)
+cmake -S version -B version/same -DV="${version%.*}" -DCMAKE_PREFIX_PATH="$prefix" >>log 2>&1 ||
+    fail "find_package(epmoe ${version%.*}) fails"
+if cmake -S version -B version/next -DV=99.0 -DCMAKE_PREFIX_PATH="$prefix" >>log 2>&1; then
+    fail 'find_package(epmoe 99.0) succeeds'
+fi
+
+if command -v rustc >/dev/null; then
+    echo '-- Rust'
+    rustc --edition 2021 -O examples/ops.rs -o ops_rs -L "$libdir"
+    ./ops_rs
+else
+    echo '-- Rust: skipped, there is no rustc'
+fi
+
+if command -v python3 >/dev/null; then
+    echo '-- Python'
+    # No variable names the library: the package finds that of its prefix.
+    env -u LD_LIBRARY_PATH -u EPMOE_LIBRARY PYTHONPATH="$prefix/share/epmoe/python" PYTHONDONTWRITEBYTECODE=1 python3 -c '
+import array, epmoe
+with epmoe.Layer(epmoe.config(hidden=8, intermediate=8, num_experts=2, top_k=1, dtype="float32", max_tokens=1),
+                 epmoe.Comm("cpu")) as layer:
+    layer.set_random_weights()
+    x = epmoe.as_tensor(array.array("f", [1] * 8))
+    y = layer.forward(epmoe.Tensor((1, 8), "float32", "cpu", x.pointer, x)).tolist()
+    print("epmoe", epmoe.__version__, y[0][:2])
+    assert any(y[0])
+'
+else
+    echo '-- Python: skipped, there is no python3'
 fi
 
 echo '-- installed programs'

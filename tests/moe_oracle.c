@@ -132,7 +132,8 @@ static void scores_of(const epmoe_layer_config_t *c, const double *logits, doubl
         case EPMOE_SCORING_SOFTMAX: scores[e] = top == -INFINITY ? 0 : exp(x - top); break;
         case EPMOE_SCORING_SIGMOID: scores[e] = sigmoid(x); break;
         case EPMOE_SCORING_SQRT_SOFTPLUS: scores[e] = sqrt(fmax(x, 0) + log1p(exp(-fabs(x)))); break;
-        case EPMOE_SCORING_TOPK_SOFTMAX: scores[e] = x; break;
+        case EPMOE_SCORING_TOPK_SOFTMAX:
+        case EPMOE_SCORING_SPARSE_MIXER: scores[e] = x; break;
         }
         sum += scores[e];
     }
@@ -201,6 +202,18 @@ void oracle_route(const epmoe_layer_config_t *c, const double *logits, const flo
     free(scores), free(values), free(group), free(out), free(group_out);
 }
 
+/* 1 / sum of exp(x - m) over what is close to m and was not chosen before. */
+static double mixer_weight(const epmoe_layer_config_t *c, const double *scores, const int32_t *ids, int32_t j)
+{
+    double m = scores[ids[j]], sum = 0, most = 2 * (c->router_jitter > 0 ? (double)c->router_jitter : 0.01);
+    for (int32_t e = 0; e < c->num_experts; e++) {
+        bool before = false;
+        for (int32_t i = 0; i < j; i++) before = before || ids[i] == e;
+        if (!before && !((m - scores[e]) / fmax(fabs(scores[e]), m) > most)) sum += exp(scores[e] - m);
+    }
+    return m == -INFINITY ? 0 : 1 / sum;
+}
+
 void oracle_weigh(const epmoe_layer_config_t *c, const double *logits, const int32_t *ids, double *weights)
 {
     double *scores = malloc((size_t)c->num_experts * sizeof *scores);
@@ -210,6 +223,7 @@ void oracle_weigh(const epmoe_layer_config_t *c, const double *logits, const int
     for (int32_t j = 0; j < c->top_k; j++) {
         weights[j] = scores[ids[j]];
         if (c->scoring == EPMOE_SCORING_TOPK_SOFTMAX) weights[j] = exp(weights[j] - top);
+        if (c->scoring == EPMOE_SCORING_SPARSE_MIXER) weights[j] = mixer_weight(c, scores, ids, j);
         sum += weights[j];
     }
     bool divide = c->renormalize || c->scoring == EPMOE_SCORING_TOPK_SOFTMAX;

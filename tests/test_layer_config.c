@@ -42,7 +42,12 @@ Test(layer_config, what_is_refused)
     REFUSED(c.top_k = 0, EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is 0: expected 1..8");
     REFUSED(c.top_k = 9, EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is 9");
     REFUSED((c.num_experts = 64, c.top_k = 33), EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is 33");
-    REFUSED(c.scoring = (epmoe_scoring_t)4, EPMOE_ERROR_INVALID_ARGUMENT, "config.scoring is 4");
+    REFUSED(c.scoring = (epmoe_scoring_t)5, EPMOE_ERROR_INVALID_ARGUMENT, "config.scoring is 5");
+    REFUSED((c.scoring = EPMOE_SCORING_SPARSE_MIXER, c.n_group = 2), EPMOE_ERROR_INVALID_ARGUMENT,
+            "SPARSE_MIXER with groups");
+    REFUSED((c.scoring = EPMOE_SCORING_SPARSE_MIXER, c.has_selection_bias = 1), EPMOE_ERROR_INVALID_ARGUMENT,
+            "SPARSE_MIXER with a selection bias");
+    REFUSED(c.router_jitter = -0.5f, EPMOE_ERROR_INVALID_ARGUMENT, "config.router_jitter is -0.5");
     REFUSED(c.group_score = (epmoe_group_score_t)2, EPMOE_ERROR_INVALID_ARGUMENT, "config.group_score is 2");
     REFUSED(c.renormalize = 2, EPMOE_ERROR_INVALID_ARGUMENT, "config.renormalize is 2");
     REFUSED(c.routed_scale = -1, EPMOE_ERROR_INVALID_ARGUMENT, "config.routed_scale is -1");

@@ -169,9 +169,9 @@ Test(model_config, activations)
 Test(model_config, refused)
 {
     expect_fail(EPMOE_ERROR_NOT_SUPPORTED, "{\"model_type\":\"gpt9\"}", "\"gpt9\"", "moe/families.c");
-    expect_fail(EPMOE_ERROR_NOT_SUPPORTED, "{\"model_type\":\"phimoe\"}", "\"phimoe\"",
+    expect_fail(EPMOE_ERROR_NOT_SUPPORTED, "{\"model_type\":\"mamba\"}", "\"mamba\"",
                 "mixtral, minimax_m2, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe, dots1, "
-                "gpt_oss, llama4_text, llama4");
+                "gpt_oss, llama4_text, llama4, phimoe, granitemoe, ernie4_5_moe, qwen3_next");
     expect_fail(EPMOE_ERROR_NOT_SUPPORTED, QWEN ",\"scoring_func\":\"tanh\"}", "scoring_func is \"tanh\"", "sigmoid");
     expect_fail(EPMOE_ERROR_NOT_SUPPORTED, QWEN ",\"topk_method\":\"best\"}", "topk_method is \"best\"", "greedy");
     expect_fail(EPMOE_ERROR_NOT_SUPPORTED, QWEN ",\"topk_method\":\"noaux_tc\"}", "noaux_tc", "qwen3_moe");

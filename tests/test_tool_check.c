@@ -541,3 +541,65 @@ Test(tool_check, info)
     process = testing_tool("info");
     expect_failure(&process, 2, "DIR");
 }
+
+static json_int_t rank_number(const json_t *info, size_t rank, const char *name)
+{
+    const json_t *value = json_object_get(json_array_get(json_object_get(info, "ranks"), rank), name);
+    cr_assert(json_is_integer(value), "%s", name);
+    return json_integer_value(value);
+}
+
+/* Worked by hand for the toy of qwen3_moe: 2 layers, d 64, 16 experts of 48, 4 heads and 2 kv heads of 16, 256
+ * positions, a vocabulary of 96; bf16, every buffer rounded up to 256 bytes. */
+Test(tool_check, info_plans_what_a_rank_takes)
+{
+    /* Router 16*64*2; an expert: gate and up 2*48*64*2, down 64*48*2. */
+    const json_int_t router = 2048, expert = 12288 + 6144, layers = 2;
+    /* Four norms of at most 256 bytes, qkv (4 + 2*2)*16 rows of 64, out 64 rows of 64. */
+    const json_int_t attention = 4 * 256 + 128 * 64 * 2 + 64 * 64 * 2;
+    const json_int_t table = 256 * 16 * 4, head = 256 + 96 * 64 * 2;
+    /* Keys and values of 2 heads of 16 in both layers. */
+    const json_int_t kv = 1000 * (layers * 2 * 2 * 16 * 2);
+    testing_process_t process =
+        testing_tool("info '" GOLDEN "qwen3_moe' --ranks 3 --max-tokens 64 --kv-tokens 1000 --memory 0.01 "
+                     "--format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    json_t *info = json_loads(process.output, 0, NULL);
+    json_array_append_new(parsed, info);
+    cr_assert_eq(json_integer_value(json_object_get(info, "memory_bytes")), 10737418); /* 2^30 / 100 */
+    const json_int_t count[] = {6, 5, 5};
+    for (size_t r = 0; r < 3; r++) {
+        cr_expect_eq(rank_number(info, r, "local_experts"), count[r]);
+        cr_expect_eq(rank_number(info, r, "weight_bytes"), layers * (router + count[r] * expert), "rank %zu", r);
+        cr_expect_eq(rank_number(info, r, "dense_bytes"), layers * attention + table + head);
+        cr_expect_eq(rank_number(info, r, "kv_bytes"), kv);
+        json_int_t total = rank_number(info, r, "weight_bytes") + rank_number(info, r, "dense_bytes") +
+                           rank_number(info, r, "workspace_bytes") + rank_number(info, r, "comm_bytes") + kv;
+        cr_expect_eq(rank_number(info, r, "total_bytes"), total);
+        cr_expect_eq(rank_number(info, r, "left_bytes"), 10737418 - total);
+        /* At least the tokens themselves: received rows and their results, from all ranks, in both layers. */
+        cr_expect_geq(rank_number(info, r, "comm_bytes"), layers * 2 * 3 * 64 * 64 * 2);
+        cr_expect_geq(rank_number(info, r, "workspace_bytes"), layers * 3 * 64 * 4 * 48 * 2);
+    }
+    testing_process_free(&process);
+
+    /* What forward needs grows with the tokens, weights and cache do not. */
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --max-tokens 1 --format json");
+    json_t *small = json_loads(process.output, 0, NULL);
+    json_array_append_new(parsed, small);
+    cr_assert(small, "%s", process.errors);
+    cr_expect_eq(rank_number(small, 0, "weight_bytes"), layers * (router + 16 * expert));
+    cr_expect_eq(rank_number(small, 0, "comm_bytes"), 0);
+    cr_expect_eq(rank_number(small, 0, "kv_bytes"), 0);
+    cr_expect_lt(rank_number(small, 0, "workspace_bytes"), rank_number(info, 0, "workspace_bytes"));
+    testing_process_free(&process);
+
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --ranks 2 --memory 0.0001");
+    cr_assert(strstr(process.output, "more tokens"), "%s", process.output);
+    cr_assert(process.exit_code == 1 && strstr(process.errors, "rank 0 takes"), "%s", process.errors);
+    testing_process_free(&process);
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --memory 0");
+    expect_failure(&process, 2, "--memory");
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --kv-tokens -1");
+    expect_failure(&process, 2, "--kv-tokens");
+}

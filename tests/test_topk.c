@@ -64,6 +64,38 @@ Test(topk, each_scoring_by_hand)
     }
 }
 
+/* Liu et al. 2023 with jitter 0.1, so that l is close to m when (m - l) / max(|l|, m) <= 0.2. Worked by hand:
+ *   4, 3.5, 3.3, 1   3.5 and 3.3 lie within 0.125 and 0.175 of 4, 1 does not: 1 / (1 + e^-0.5 + e^-0.7) = 0.475485
+ *                    behind 4: 3.3 lies within 0.057 of 3.5: 1 / (1 + e^-0.2) = 0.549834
+ *   -2, -2.2, -9, 0  of 0 nothing is close, since max(|l|, 0) = |l|: 1
+ *                    behind it of -2: -2.2 within 0.2 / 2.2 = 0.091, -9 not: 1 / (1 + e^-0.2) = 0.549834
+ *   5, 5, -inf, NaN  5 and 5: 1/2; behind the first: 1
+ *   -inf, NaN, ...   nothing: 0 and 0 */
+Test(topk, sparse_mixer_by_hand)
+{
+    const float logits[] = {4, 3.5f, 3.3f, 1, -2, -2.2f, -9, 0, 5, 5, -INFINITY, NAN, -INFINITY, NAN, NAN, -INFINITY};
+    call_t call = call_make(4, 4, 2, logits);
+    call.args.scoring = EPMOE_SCORING_SPARSE_MIXER;
+    call.args.jitter = 0.1f;
+    call_run(&call);
+    EXPECT_ROW(&call, 0, LIST(0, 1), LIST(0.475485, 0.549834));
+    EXPECT_ROW(&call, 1, LIST(3, 0), LIST(1, 0.549834));
+    EXPECT_ROW(&call, 2, LIST(0, 1), LIST(0.5, 1));
+    EXPECT_ROW(&call, 3, LIST(0, 1), LIST(0, 0));
+    /* The default is 0.01: only equals within two percent are close. */
+    call.args.jitter = 0;
+    call_run(&call);
+    EXPECT_ROW(&call, 0, LIST(0, 1), LIST(1, 1));
+    EXPECT_ROW(&call, 2, LIST(0, 1), LIST(0.5, 1));
+    /* Divided by their sum, and scaled. */
+    call.args.renormalize = 1;
+    call.args.scale = 3;
+    call_run(&call);
+    EXPECT_ROW(&call, 2, LIST(0, 1), LIST(1, 2));
+    EXPECT_ROW(&call, 3, LIST(0, 1), LIST(0, 0));
+    call_free(&call);
+}
+
 Test(topk, bias_chooses_and_never_weighs)
 {
     const float logits[] = {2, 1, 0, -1}, bias[] = {-1, 0, 0, 1};
@@ -422,7 +454,13 @@ Test(topk, errors_name_the_argument_and_leave_the_outputs)
     REJECTS("logits_stride is 23", bad.logits_stride = 23);
     REJECTS("logits_stride is -24", bad.logits_stride = -24);
     REJECTS("logits_stride", bad.logits_stride = INT64_MAX / 2);
-    REJECTS("scoring is 4", bad.scoring = (epmoe_scoring_t)4);
+    REJECTS("scoring is 5", bad.scoring = (epmoe_scoring_t)5);
+    REJECTS("SPARSE_MIXER with groups", (bad.scoring = EPMOE_SCORING_SPARSE_MIXER, bad.n_group = 2));
+    REJECTS("SPARSE_MIXER with a selection bias", (bad.scoring = EPMOE_SCORING_SPARSE_MIXER, bad.n_group = 1,
+                                                   bad.topk_group = 1, bad.selection_bias = logits));
+    REJECTS("jitter is 1", bad.jitter = 1);
+    REJECTS("jitter is -1", bad.jitter = -1);
+    REJECTS("jitter is nan", bad.jitter = NAN);
     REJECTS("scoring is -1", bad.scoring = (epmoe_scoring_t)-1);
     REJECTS("renormalize is 2", bad.renormalize = 2);
     REJECTS("scale is", bad.scale = NAN);

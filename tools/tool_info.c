@@ -10,21 +10,16 @@
 static const tool_option_t options[] = {
     {"ranks", "R", "bytes per rank for this many ranks (default 1)"},
     {"max-tokens", "N", "largest T per rank and forward (default 4096)"},
+    {"kv-tokens", "N", "tokens in the KV cache of each rank (default 0)"},
+    {"memory", "GIB", "of each rank: says what is left, and exits with 1 where it does not fit"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
 };
-static const char usage[] = "info DIR [--ranks R] [--max-tokens N] [--format F]";
+static const char usage[] = "info DIR [--ranks R] [--max-tokens N] [--kv-tokens N] [--memory GIB] [--format F]";
 
-#define MAX_RANKS 4096
-
-/* What one rank holds of all layers. */
-typedef struct rank_bytes_t {
-    int32_t first_expert;
-    int32_t local_experts;
-    int64_t weights;
-    int64_t workspace;
-    int64_t comm;
-} rank_bytes_t;
+#define MAX_RANKS      4096
+#define MAX_KV_TOKENS  ((int64_t)1 << 36)
+#define MAX_MEMORY_GIB 1e6
 
 typedef struct info_t {
     const program_t *program;
@@ -37,10 +32,23 @@ typedef struct info_t {
     epmoe_checkpoint_info_t about;
     epmoe_layer_config_t *configs;   /* [num_layers] */
     const epmoe_layer_config_t *moe; /* the first MoE layer's, NULL without any */
-    rank_bytes_t *bytes;             /* [ranks] */
+    info_rank_t *bytes;              /* [ranks] */
 
     info_attention_t attention;
+    info_plan_t plan;
 } info_t;
+
+static int take_memory(info_t *info, const char *value)
+{
+    double gib = 0;
+    int code = tool_take_positive(info->program, "memory", value, &gib);
+    if (code) return code;
+    if (gib > MAX_MEMORY_GIB)
+        return program_error_once(info->program, PROGRAM_BAD_INPUT, "--memory is '%s': expected at most %g GiB", value,
+                                  MAX_MEMORY_GIB);
+    info->plan.memory = epmoei_max64((int64_t)(gib * (double)(1 << 30)), 1);
+    return PROGRAM_OK;
+}
 
 static int take(void *ctx, const char *option, const char *value)
 {
@@ -55,10 +63,13 @@ static int take(void *ctx, const char *option, const char *value)
     if (!strcmp(option, "ranks")) return tool_take_number(info->program, option, 1, MAX_RANKS, value, &info->ranks);
     if (!strcmp(option, "max-tokens"))
         return tool_take_number(info->program, option, 1, INT32_MAX, value, &info->max_tokens);
+    if (!strcmp(option, "kv-tokens"))
+        return tool_take_number(info->program, option, 0, MAX_KV_TOKENS, value, &info->plan.kv_tokens);
+    if (!strcmp(option, "memory")) return take_memory(info, value);
     return tool_take_choice(info->program, option, TOOL_FORMATS, value, &info->format);
 }
 
-static epmoe_status_t count_rank(const info_t *info, int32_t rank, rank_bytes_t *bytes)
+static epmoe_status_t count_rank(const info_t *info, int32_t rank, info_rank_t *bytes)
 {
     for (int32_t i = 0; i < info->about.num_layers; i++) {
         epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
@@ -67,10 +78,11 @@ static epmoe_status_t count_rank(const info_t *info, int32_t rank, rank_bytes_t 
             bytes->first_expert = memory.first_expert;
             bytes->local_experts = memory.local_experts;
         }
-        bytes->weights += memory.weight_bytes;
+        bytes->experts += memory.weight_bytes;
         bytes->workspace += memory.workspace_bytes;
         bytes->comm += memory.comm_bytes;
     }
+    info_sum_rank(&info->plan, bytes);
     return EPMOE_OK;
 }
 
@@ -88,15 +100,17 @@ static epmoe_status_t gather_info(info_t *info)
         info->configs[i].max_tokens = (int32_t)info->max_tokens;
         if (info->configs[i].num_experts && !info->moe) info->moe = &info->configs[i];
     }
+    EPMOEI_CHECK(info_attention_gather(info->checkpoint, &info->attention));
+    EPMOEI_CHECK(info_plan_gather(info->checkpoint, &info->attention, (int32_t)info->max_tokens, &info->plan));
     for (int32_t r = 0; r < info->ranks; r++) EPMOEI_CHECK(count_rank(info, r, &info->bytes[r]));
-    return info_attention_gather(info->checkpoint, &info->attention);
+    return EPMOE_OK;
 }
 
 /* --------------------------------------------------------------------------------------------------------- output */
 
 static const char *scoring_name(epmoe_scoring_t scoring)
 {
-    static const char *const names[] = {"softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"};
+    static const char *const names[] = {"softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "sparse_mixer"};
     return names[scoring];
 }
 
@@ -184,17 +198,10 @@ static void print_table(const info_t *info)
     info_attention_print(&info->attention);
     printf("files        %d, ", info->about.num_shards);
     print_size("", info->about.total_bytes);
-    printf("\n\n%5s %14s %16s %16s %16s %16s\n", "rank", "experts", "weights", "workspace", "communication", "total B");
-    for (int32_t r = 0; r < info->ranks; r++) {
-        const rank_bytes_t *bytes = &info->bytes[r];
-        char experts[32] = "none";
-        if (bytes->local_experts)
-            snprintf(experts, sizeof experts, "%d-%d", bytes->first_expert,
-                     bytes->first_expert + bytes->local_experts - 1);
-        printf("%5d %14s %16lld %16lld %16lld %16lld\n", r, experts, (long long)bytes->weights,
-               (long long)bytes->workspace, (long long)bytes->comm,
-               (long long)(bytes->weights + bytes->workspace + bytes->comm));
-    }
+    printf("\n");
+    info_plan_print_header(&info->plan);
+    for (int32_t r = 0; r < info->ranks; r++) info_plan_print_rank(&info->plan, r, &info->bytes[r]);
+    if (info->attention.refused[0]) printf("attention, KV cache and head are not counted\n");
 }
 
 static json_t *json_layers(const info_t *info, bool dense)
@@ -227,20 +234,28 @@ static void print_json(const info_t *info)
         json_decref(rest);
     }
     json_t *ranks = json_array();
-    for (int32_t r = 0; r < info->ranks; r++) {
-        const rank_bytes_t *bytes = &info->bytes[r];
-        json_array_append_new(ranks, json_pack("{s:i, s:i, s:i, s:I, s:I, s:I}", "rank", r, "first_expert",
-                                               bytes->first_expert, "local_experts", bytes->local_experts,
-                                               "weight_bytes", (json_int_t)bytes->weights, "workspace_bytes",
-                                               (json_int_t)bytes->workspace, "comm_bytes", (json_int_t)bytes->comm));
-    }
+    for (int32_t r = 0; r < info->ranks; r++)
+        json_array_append_new(ranks, info_plan_json_rank(&info->plan, r, &info->bytes[r]));
     json_object_set_new(object, "attention", info_attention_json(&info->attention));
     json_object_set_new(object, "max_tokens", json_integer(info->max_tokens));
+    json_object_set_new(object, "kv_tokens", json_integer(info->plan.kv_tokens));
+    if (info->plan.memory) json_object_set_new(object, "memory_bytes", json_integer(info->plan.memory));
     json_object_set_new(object, "ranks", ranks);
     char *text = json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));
     if (text) puts(text);
     free(text);
     json_decref(object);
+}
+
+/* A plan that does not fit is a failure, so that a script may ask. */
+static int report_fit(const info_t *info)
+{
+    if (!info->plan.memory) return PROGRAM_OK;
+    for (int32_t r = 0; r < info->ranks; r++)
+        if (info->bytes[r].left < 0)
+            return program_error_once(info->program, PROGRAM_FAILED, "rank %d takes %lld bytes of %lld", r,
+                                      (long long)info->bytes[r].total, (long long)info->plan.memory);
+    return PROGRAM_OK;
 }
 
 int tool_info(program_t *program, int argc, char **argv)
@@ -259,6 +274,7 @@ int tool_info(program_t *program, int argc, char **argv)
         print_json(&info);
     else if (!code)
         print_table(&info);
+    if (!code) code = report_fit(&info);
     free(info.configs);
     free(info.bytes);
     epmoe_checkpoint_close(info.checkpoint);

@@ -4,9 +4,9 @@
 #include "base/device.h"
 #include "base/dtype.h"
 
-#define SCORINGS     "softmax,sigmoid,sqrtsoftplus,topk_softmax" /* = epmoe_scoring_t */
-#define GROUP_SCORES "top2,max"                                  /* = epmoe_group_score_t */
-#define ACTIVATIONS  "silu,gelu,gelu_tanh,swiglu_oai"            /* = epmoe_activation_t */
+#define SCORINGS     "softmax,sigmoid,sqrtsoftplus,topk_softmax,sparse_mixer" /* = epmoe_scoring_t */
+#define GROUP_SCORES "top2,max"                                               /* = epmoe_group_score_t */
+#define ACTIVATIONS  "silu,gelu,gelu_tanh,swiglu_oai"                         /* = epmoe_activation_t */
 #define BOOLEAN      "0,1"
 
 static epmoe_status_t check_format(const op_context_t *context)
@@ -33,6 +33,7 @@ static epmoe_status_t run_topk(op_context_t *context)
     args.n_group = op_number(context, "n_group");
     args.topk_group = op_number(context, "topk_group");
     args.group_score = (epmoe_group_score_t)op_number(context, "group_score");
+    args.jitter = op_real(context, "jitter");
     /* Before memory of that size is asked for. */
     if (args.top_k > args.num_experts || args.top_k > EPMOE_MAX_TOP_K)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "k is %d: expected 1 to %d (E is %d)", args.top_k,
@@ -223,6 +224,7 @@ static const op_key_t topk_keys[] = {
     {.name = "n_group", .kind = OP_COUNT, .initial = "1"},
     {.name = "topk_group", .kind = OP_COUNT},
     {.name = "group_score", .kind = OP_CHOICE, .choices = GROUP_SCORES, .initial = "top2"},
+    {.name = "jitter", .kind = OP_POSITIVE},
     {0},
 };
 

@@ -106,7 +106,8 @@ EPMOE_API int32_t epmoe_version(void);
 typedef enum epmoe_log_level_t { EPMOE_LOG_WARNING = 1, EPMOE_LOG_INFO = 2 } epmoe_log_level_t;
 
 /* Where warnings (an unknown tensor in a checkpoint, a list that contradicts the file) go. `fn` may be called from
- * any thread inside a call of the library; NULL (the default) drops them. Process-wide. */
+ * any thread inside a call of the library, and may still run in another one when epmoe_set_log returns; NULL (the
+ * default) drops them. Process-wide. */
 typedef void (*epmoe_log_fn)(void *ctx, epmoe_log_level_t level, const char *message);
 EPMOE_API void epmoe_set_log(epmoe_log_fn fn, void *ctx);
 
@@ -148,6 +149,8 @@ typedef enum epmoe_scoring_t {
     EPMOE_SCORING_SIGMOID = 1,
     EPMOE_SCORING_SQRT_SOFTPLUS = 2,
     EPMOE_SCORING_TOPK_SOFTMAX = 3, /* choose by logit, then softmax over the k chosen */
+    EPMOE_SCORING_SPARSE_MIXER = 4, /* choose by logit; the weight of each choice is its softmax among the experts close
+                                       to it that were not chosen before it (Liu et al. 2023); CPU only */
 } epmoe_scoring_t;
 
 typedef enum epmoe_group_score_t {
@@ -247,10 +250,13 @@ typedef struct epmoe_weight_t {
  *     every logit is NaN or -inf gets ids 0..k-1 and weights 0. Weights are always finite.
  *   - weights[t,j] = score of ids[t,j] (never the biased one), divided by the sum over the k if renormalize (0 if that
  *     sum is below 2^-126), times scale once. TOPK_SOFTMAX: softmax over the k chosen logits, times scale.
+ *     SPARSE_MIXER: the score of the j-th choice, with logit m, is 1 / (sum of exp(l - m)) over the logits l that were
+ *     not chosen before it and for which not (m - l) / max(|l|, m) > 2 * jitter; m = -inf: 0.
  *   - Groups: E is cut into n_group equal parts; the topk_group parts with the best group score (equal: the lower)
  *     stay, and ids come from these only.
  * Errors: INVALID_ARGUMENT for E outside 1..4096, k outside 1..min(E,32), E not divisible by n_group, topk_group
- * outside 1..n_group, k > topk_group * E / n_group, a NULL pointer with T > 0, an unknown enum.
+ * outside 1..n_group, k > topk_group * E / n_group, a NULL pointer with T > 0, an unknown enum, jitter outside [0,1),
+ * SPARSE_MIXER with groups or a selection bias. NOT_SUPPORTED for SPARSE_MIXER on CUDA.
  * Floor: bytes = T*(E*b + 8*k), b = bytes per logit. */
 typedef struct epmoe_topk_args_t {
     size_t struct_size;
@@ -272,6 +278,7 @@ typedef struct epmoe_topk_args_t {
     float *weights;                /* out [T,k] */
     const int32_t *num_tokens_dev; /* optional, same memory as the tensors: the actual T, at most num_tokens; rows past
                                       it are not written */
+    float jitter;                  /* SPARSE_MIXER; 0 = 0.01 */
 } epmoe_topk_args_t;
 #define EPMOE_TOPK_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_topk_args_t)
 EPMOE_API epmoe_status_t epmoe_topk(const epmoe_topk_args_t *args, epmoe_stream_t stream);
@@ -1168,6 +1175,7 @@ typedef struct epmoe_layer_config_t {
                                      epmoe_experts_args_t, -1 = they are not; 0 = where that is faster: on CUDA devices
                                      of compute capability 9.0, for weights that the kernel takes and more than a few
                                      tokens */
+    float router_jitter;          /* SPARSE_MIXER; 0 = 0.01 */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 

@@ -1,5 +1,5 @@
 #!/bin/sh -e
-# One JSON object per line and token count, for a plot.
+# One JSON object per line and token count, for a plot: json_sweep.sh >runs.jsonl; bench/plot.py runs.jsonl --plot out.svg
 # As root: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 cd "$(dirname "$0")/../../build"
 mpirun --oversubscribe --bind-to none -np 2 -x OMP_NUM_THREADS=1 -x OPENBLAS_NUM_THREADS=1 \

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Runs the bench on a small checkpoint in two dtypes and plots the lines: a picture with both series, their floors and
+# the stages, and refusals of what is no run. 77 where Matplotlib is missing.
+#   plot_check.sh SOURCE_DIR BUILD_DIR PYTHON
+set -euo pipefail
+source=$1 build=$2 python=$3
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+fail() {
+    printf 'plot check: %s\n' "$*" >&2
+    exit 1
+}
+plot() { MPLCONFIGDIR=$work "$python" "$source/bench/plot.py" "$@"; }
+
+for dtype in bf16 fp32; do
+    OMP_NUM_THREADS=1 "$build/moe_layer_bench" --backend cpu --checkpoint "$source/tests/data/golden/mixtral" \
+        --tokens 1,4,16 --iters 2 --warmup 1 --dtype $dtype --format json
+done >"$work/runs.jsonl"
+plot "$work/runs.jsonl" --plot "$work/out.svg" || exit $?
+for part in 'measured bf16' 'measured fp32' 'roof bf16' 'roof fp32' 'stage router' 'stage gemm1' 'stage gemm2'; do
+    grep -q "id=\"$part" "$work/out.svg" || fail "the picture lacks '$part'"
+done
+if grep -q 'id="stage act"' "$work/out.svg"; then fail 'a stage of no time is drawn'; fi
+
+# Worked by hand: 2 TFLOP/s in 30 us with a floor of 10 us is a roof of 6; runs are sorted by tokens.
+"$python" - "$source/bench" <<'END'
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.dont_write_bytecode = True
+import plot
+assert plot.roof({"tflops": 2.0, "us_median": 30.0, "floor_us": 10.0}) == 6.0
+assert plot.most_tokens([3, 9, 0]) == 9
+same = {"model": "m", "ranks": 2, "transport": "mpi", "arch": "a", "device": None}
+groups = plot.series([{**same, "dtype": "w4", "tokens": 8}, {**same, "dtype": "w4", "tokens": 2},
+                      {**same, "dtype": "bf16", "tokens": 1}])
+assert {label: [run["tokens"] for run in runs] for label, runs in groups.items()} == {"w4": [2, 8], "bf16": [1]}, groups
+END
+if echo 'no JSON' | plot - --plot "$work/none.svg" 2>"$work/errors"; then fail 'text that is no JSON is plotted'; fi
+grep -q 'line 1 is not JSON' "$work/errors" || fail 'the message does not name the line'
+if echo '{"op":"topk"}' | plot - --plot "$work/none.svg" 2>"$work/errors"; then fail 'an op is plotted as a layer'; fi
+[ ! -e "$work/none.svg" ] || fail 'a failed plot leaves a file'
