@@ -28,7 +28,17 @@ static epmoe_status_t rotate(const epmoei_attention_run_t *run, void *qkv, int64
     return epmoe_rope(&rope, run->stream);
 }
 
-static epmoe_status_t normalise_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+static epmoe_status_t normalise_all_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+{
+    const epmoe_decoder_config_t *config = &run->shape->config;
+    int32_t q_columns = config->num_heads * config->head_dim, k_columns = config->num_kv_heads * config->head_dim;
+    void *k = element(qkv, run->shape->dtype, q_columns);
+    EPMOEI_CHECK(epmoei_attention_norm(run, qkv, stride, q_columns, run->weights->q_norm, config->norm_eps, NULL, qkv));
+    EPMOEI_CHECK(epmoei_attention_norm(run, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k));
+    return rotate(run, qkv, stride);
+}
+
+static epmoe_status_t normalise_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     epmoe_qk_norm_rope_args_t args = EPMOE_QK_NORM_ROPE_ARGS_INIT;
@@ -63,7 +73,11 @@ epmoe_status_t epmoei_self_attention_gqa(const epmoei_attention_run_t *run)
     const void *key = element(qkv, dtype, q_columns), *value = element(qkv, dtype, q_columns + kv_columns);
     epmoei_linear_run_t linear = epmoei_attention_linear_run(run);
     EPMOEI_CHECK(epmoei_linear(&linear, &run->weights->qkv, run->batch->num_tokens, workspace->rows, dtype, qkv));
-    EPMOEI_CHECK(config->qk_norm ? normalise_and_rotate(run, qkv, stride) : rotate(run, qkv, stride));
+    switch (config->qk_norm) {
+    case EPMOE_QK_NORM_NONE: EPMOEI_CHECK(rotate(run, qkv, stride)); break;
+    case EPMOE_QK_NORM_ALL_HEADS: EPMOEI_CHECK(normalise_all_heads_and_rotate(run, qkv, stride)); break;
+    default: EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
+    }
     EPMOEI_CHECK(epmoei_attention_cache(run, key, value, stride));
     return epmoei_attention_heads(run, qkv, stride, workspace->heads);
 }

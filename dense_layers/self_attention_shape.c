@@ -13,7 +13,8 @@ static epmoe_status_t check_flags(const epmoe_decoder_config_t *config)
 {
     EPMOEI_CHECK(epmoei_check_range("in_bias", config->in_bias, 0, 1));
     EPMOEI_CHECK(epmoei_check_range("out_bias", config->out_bias, 0, 1));
-    EPMOEI_CHECK(epmoei_check_range("qk_norm", config->qk_norm, 0, 1));
+    EPMOEI_CHECK(
+        epmoei_check_range("qk_norm", (int32_t)config->qk_norm, EPMOE_QK_NORM_NONE, EPMOE_QK_NORM_HEAD_UNWEIGHTED));
     EPMOEI_CHECK(epmoei_check_range("has_sinks", config->has_sinks, 0, 1));
     EPMOEI_CHECK(epmoei_check_range("window", config->window, 0, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("rope_style", config->rope_style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
@@ -51,7 +52,7 @@ static epmoe_status_t check_mla(epmoe_decoder_config_t *config)
     EPMOEI_CHECK(epmoei_check_range("value_dim", config->value_dim, 1, 1 << 16));
     EPMOEI_CHECK(check_unused("num_kv_heads", config->num_kv_heads, "MLA"));
     EPMOEI_CHECK(check_unused("head_dim", config->head_dim, "MLA"));
-    return check_unused("qk_norm", config->qk_norm, "MLA");
+    return check_unused("qk_norm", (int32_t)config->qk_norm, "MLA");
 }
 
 static epmoe_status_t check_rope(epmoe_decoder_config_t *config)
@@ -156,6 +157,17 @@ epmoe_status_t epmoei_attention_shape_check(const epmoe_decoder_config_t *config
     return epmoei_check_range("the width of all heads", widest, 1, INT32_MAX);
 }
 
+epmoei_qk_norm_columns_t epmoei_qk_norm_columns(const epmoe_decoder_config_t *config)
+{
+    int64_t head = config->head_dim;
+    switch (config->qk_norm) {
+    case EPMOE_QK_NORM_NONE: return (epmoei_qk_norm_columns_t){0, 0};
+    case EPMOE_QK_NORM_ALL_HEADS:
+        return (epmoei_qk_norm_columns_t){config->num_heads * head, config->num_kv_heads * head};
+    default: return (epmoei_qk_norm_columns_t){head, head};
+    }
+}
+
 int64_t epmoei_attention_key_columns(const epmoe_decoder_config_t *config)
 {
     if (config->attention == EPMOE_ATTENTION_MLA) return (int64_t)config->kv_latent + config->rope_dim;
@@ -193,8 +205,9 @@ int64_t epmoei_attention_weights_layout(char *base, const epmoei_attention_shape
     if (config->attention == EPMOE_ATTENTION_GQA) {
         int64_t rows = ((int64_t)heads + 2 * config->num_kv_heads) * config->head_dim;
         out->qkv = carve_linear(&arena, format, rows, d, 1, config->in_bias);
-        out->q_norm = carve_floats(&arena, config->qk_norm, config->head_dim);
-        out->k_norm = carve_floats(&arena, config->qk_norm, config->head_dim);
+        const epmoei_qk_norm_columns_t norm = epmoei_qk_norm_columns(config);
+        out->q_norm = carve_floats(&arena, norm.q > 0, norm.q);
+        out->k_norm = carve_floats(&arena, norm.k > 0, norm.k);
         out->out = carve_linear(&arena, format, d, heads * config->head_dim, 1, config->out_bias);
         return arena.used;
     }

@@ -231,7 +231,9 @@ static epmoe_status_t read_decoder(epmoei_config_section_t section, const epmoei
     EPMOEI_CHECK(read_heads(section, hidden, out));
     EPMOEI_CHECK(read_flag(section, &rule->in_bias, &out->in_bias));
     EPMOEI_CHECK(read_flag(section, &rule->out_bias, &out->out_bias));
-    EPMOEI_CHECK(read_flag(section, &rule->qk_norm, &out->qk_norm));
+    int32_t has_qk_norm;
+    EPMOEI_CHECK(read_flag(section, &rule->has_qk_norm, &has_qk_norm));
+    out->qk_norm = has_qk_norm ? rule->qk_norm : EPMOE_QK_NORM_NONE;
     EPMOEI_CHECK(read_rope(section, rule, out));
     if (out->attention == EPMOE_ATTENTION_MLA) out->scale = mla_scale(out);
     return read_window(section, rule->window, num_layers, config);

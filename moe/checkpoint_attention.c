@@ -76,9 +76,10 @@ static epmoe_status_t read_gqa(epmoei_reader_t *reader, const epmoe_decoder_conf
         {"o_proj", hidden, &q, &source->out, out_bias ? &source->out_bias : NULL},
     };
     EPMOEI_CHECK(read_projections(reader, list, 4));
-    if (!config->qk_norm) return EPMOE_OK;
-    EPMOEI_CHECK(epmoei_reader_row(reader, "q_norm.weight", &head, &source->q_norm));
-    return epmoei_reader_row(reader, "k_norm.weight", &head, &source->k_norm);
+    if (config->qk_norm == EPMOE_QK_NORM_NONE || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED) return EPMOE_OK;
+    bool joint = config->qk_norm == EPMOE_QK_NORM_ALL_HEADS;
+    EPMOEI_CHECK(epmoei_reader_row(reader, "q_norm.weight", joint ? &q : &head, &source->q_norm));
+    return epmoei_reader_row(reader, "k_norm.weight", joint ? &kv : &head, &source->k_norm);
 }
 
 static epmoe_status_t read_mla(epmoei_reader_t *reader, const epmoe_decoder_config_t *config,

@@ -112,12 +112,14 @@ static const epmoei_attention_rule_t qwen2_attention = {.in_bias = {"qkv_bias", 
 static const epmoei_attention_rule_t qwen3_attention = {
     .in_bias = ATTENTION_BIAS,
     .out_bias = ATTENTION_BIAS,
-    .qk_norm = {NULL, 1},
+    .has_qk_norm = {NULL, 1},
+    .qk_norm = EPMOE_QK_NORM_HEAD,
     .window = EPMOEI_WINDOW_SWITCHED,
 };
 static const epmoei_attention_rule_t glm4_attention = {
     .in_bias = ATTENTION_BIAS,
-    .qk_norm = {"use_qk_norm", 0},
+    .has_qk_norm = {"use_qk_norm", 0},
+    .qk_norm = EPMOE_QK_NORM_HEAD,
     .rotary_part = 0.5,
 };
 static const epmoei_attention_rule_t gpt_oss_attention = {

@@ -69,7 +69,9 @@ typedef enum epmoei_window_rule_t {
 /* The attention of a decoder layer: what config.json does not say. */
 typedef struct epmoei_attention_rule_t {
     epmoe_attention_kind_t kind;
-    epmoei_flag_rule_t in_bias, out_bias, qk_norm; /* as in epmoe_decoder_config_t */
+    epmoei_flag_rule_t in_bias, out_bias; /* as in epmoe_decoder_config_t */
+    epmoei_flag_rule_t has_qk_norm;       /* whether there is one, */
+    epmoe_qk_norm_t qk_norm;              /* and which */
     bool has_sinks;
     epmoei_window_rule_t window;
     epmoe_rope_style_t rope_style;

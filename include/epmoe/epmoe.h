@@ -671,7 +671,7 @@ typedef struct epmoe_rope_table_args_t {
     int32_t original_positions; /* L: LLAMA3 and YARN */
     double factor;              /* 0 = 1 */
     double low_freq_factor;     /* LLAMA3; 0 = 1 */
-    double high_freq_factor;    /* LLAMA3; 0 = 4; above low_freq_factor */
+    double high_freq_factor;    /* LLAMA3; 0 = 4; at least low_freq_factor: equal, nothing is blended */
     double beta_fast;           /* YARN; 0 = 32 */
     double beta_slow;           /* YARN; 0 = 1 */
     double attention_factor;    /* YARN; 0 = as above */
@@ -1233,7 +1233,8 @@ typedef enum epmoe_stage_t {
     EPMOE_STAGE_GEMM2 = 5,
     EPMOE_STAGE_COMBINE = 6, /* weighted sum, way home, residual */
     EPMOE_STAGE_SHARED = 7,
-    EPMOE_STAGE_COUNT = 8
+    EPMOE_STAGE_ATTENTION = 8, /* of a decoder layer: all in front of the MLP, both norms included */
+    EPMOE_STAGE_COUNT = 9
 } epmoe_stage_t;
 EPMOE_API const char *epmoe_stage_string(epmoe_stage_t stage);
 
@@ -1284,6 +1285,15 @@ typedef enum epmoe_attention_kind_t {
                                 holds; q is brought to the latent instead (DeepSeek-AI 2024, DeepSeek-V2) */
 } epmoe_attention_kind_t;
 
+/* How q and k heads are normalised, before they rotate. */
+typedef enum epmoe_qk_norm_t {
+    EPMOE_QK_NORM_NONE = 0,
+    EPMOE_QK_NORM_HEAD = 1,            /* each head over its own D columns; one weight [D] for q and one for k */
+    EPMOE_QK_NORM_ALL_HEADS = 2,       /* q over all its columns [H*D], k over [Hk*D] (OLMoE) */
+    EPMOE_QK_NORM_HEAD_UNWEIGHTED = 3, /* each head, without a weight (Llama 4, which rotates first: the same when a
+                                          whole head rotates, since that keeps its length) */
+} epmoe_qk_norm_t;
+
 /* The attention of a decoder layer and its norms; hidden, dtype and max_tokens are those of the MLP's config. */
 typedef struct epmoe_decoder_config_t {
     size_t struct_size;
@@ -1296,14 +1306,14 @@ typedef struct epmoe_decoder_config_t {
     int32_t nope_dim;     /* MLA: columns of a q and k head that carry no position, */
     int32_t rope_dim;     /* and those that do, the same for all heads of k */
     int32_t value_dim;    /* MLA: columns of a v head */
-    int32_t in_bias;   /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
-    int32_t out_bias;  /* 1: so does the last one */
-    int32_t qk_norm;   /* GQA, 1: q and k heads are normalised before they are rotated */
-    int32_t has_sinks; /* 1: see epmoe_attention_args_t */
-    int32_t window;    /* 0 = none */
-    float scale;       /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
-    float norm_eps;    /* of both norms and qk_norm; 0 = 1e-6 */
-    float latent_eps;  /* MLA: of the latents' norms; 0 = 1e-6 */
+    int32_t in_bias;  /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
+    int32_t out_bias; /* 1: so does the last one */
+    epmoe_qk_norm_t qk_norm; /* GQA */
+    int32_t has_sinks;       /* 1: see epmoe_attention_args_t */
+    int32_t window;          /* 0 = none */
+    float scale;             /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
+    float norm_eps;          /* of both norms and qk_norm; 0 = 1e-6 */
+    float latent_eps;        /* MLA: of the latents' norms; 0 = 1e-6 */
     epmoe_rope_style_t rope_style;
     epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
                                      NULL: the layer makes its table; otherwise a filled one in the backend's memory,
@@ -1323,6 +1333,11 @@ typedef struct epmoe_decoder_config_t {
 EPMOE_API epmoe_status_t epmoe_checkpoint_decoder_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                          epmoe_decoder_config_t *config);
 
+/* The attention of a preset (epmoe_preset_name): of gpt-oss that of the layers without a window, of Llama 4 that of
+ * those which rotate, up to the 8192 tokens that they attend to. rope.num_positions is the model's own bound, up to
+ * which a layer makes its table: lower it where contexts are shorter. The cache is NHD, and the caller's. */
+EPMOE_API epmoe_status_t epmoe_preset_decoder_config(const char *name, epmoe_decoder_config_t *config);
+
 /* Bytes of one block of the key cache, and of the value cache (0 with MLA). dtype: of the layer; 0 = BF16. */
 EPMOE_API epmoe_status_t epmoe_decoder_block_bytes(const epmoe_decoder_config_t *config, epmoe_dtype_t dtype,
                                                    int64_t *key_bytes, int64_t *value_bytes);
@@ -1341,6 +1356,10 @@ EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL i
  * checkpoint's. */
 EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                                        int32_t layer_index, const epmoe_load_options_t *options);
+
+/* Random norms and attention as a function of (seed, element) alone, and those of epmoe_layer_set_random_weights:
+ * matrices of variance 1/K in the dtype of the MLP, norms around 1. Local. After a failure the layer has no weights. */
+EPMOE_API epmoe_status_t epmoe_decoder_set_random_weights(epmoe_decoder_t *decoder, uint64_t seed);
 
 /* New tokens of B sequences: all of a prompt, the next of each, or any mix. As in epmoe_attention_args_t, rows
  * query_start[b] .. query_start[b+1]-1 are the last tokens of sequence b, whose length seq_lens[b] counts them; their
@@ -1365,6 +1384,11 @@ typedef struct epmoe_decoder_forward_args_t {
     float *logits_out;  /* optional, as in epmoe_forward_args_t, and not written with a dense MLP: [T,E], */
     int32_t *ids_out;   /* [T,k], */
     float *weights_out; /* [T,k] */
+    /* As in epmoe_forward_args_t: */
+    const float *logits; /* not read with a dense MLP */
+    double *stage_us;
+    void *const *stage_events;
+    int32_t max_rank_tokens;
 } epmoe_decoder_forward_args_t;
 #define EPMOE_DECODER_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_decoder_forward_args_t)
 
