@@ -97,8 +97,8 @@ epmoei_linear_run_t epmoei_attention_linear_run(const epmoei_attention_run_t *ru
 epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const void *x, int64_t stride, int32_t columns,
                                      const float *weight, float eps, void *residual, void *y);
 /* The new keys and values of key_columns columns to the cache; value NULL with MLA. */
-epmoe_status_t epmoei_attention_cache(const epmoei_attention_run_t *run, const void *key, const void *value,
-                                      int64_t stride);
+epmoe_cache_write_args_t epmoei_attention_cache_args(const epmoei_attention_run_t *run, const void *key,
+                                                     const void *value, int64_t stride);
 /* To o [T,H,value columns]; q [T,H,D]. */
 epmoe_status_t epmoei_attention_heads(const epmoei_attention_run_t *run, const void *q, int64_t q_stride, void *o);
 

@@ -6,7 +6,7 @@ static char *element(void *base, epmoe_dtype_t dtype, int64_t index)
 }
 
 /* q and k heads in place in the rows of the projection. */
-static epmoe_status_t rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+static epmoe_rope_args_t rope_args(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
@@ -25,17 +25,16 @@ static epmoe_status_t rotate(const epmoei_attention_run_t *run, void *qkv, int64
     rope.positions = run->batch->positions;
     rope.cos_sin = run->cos_sin;
     rope.num_positions = config->rope.num_positions;
-    return epmoe_rope(&rope, run->stream);
+    return rope;
 }
 
-static epmoe_status_t normalise_all_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+static epmoe_status_t normalise_all_heads(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     int32_t q_columns = config->num_heads * config->head_dim, k_columns = config->num_kv_heads * config->head_dim;
     void *k = element(qkv, run->shape->dtype, q_columns);
     EPMOEI_CHECK(epmoei_attention_norm(run, qkv, stride, q_columns, run->weights->q_norm, config->norm_eps, NULL, qkv));
-    EPMOEI_CHECK(epmoei_attention_norm(run, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k));
-    return rotate(run, qkv, stride);
+    return epmoei_attention_norm(run, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k);
 }
 
 static epmoe_status_t normalise_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
@@ -73,11 +72,14 @@ epmoe_status_t epmoei_self_attention_gqa(const epmoei_attention_run_t *run)
     const void *key = element(qkv, dtype, q_columns), *value = element(qkv, dtype, q_columns + kv_columns);
     epmoei_linear_run_t linear = epmoei_attention_linear_run(run);
     EPMOEI_CHECK(epmoei_linear(&linear, &run->weights->qkv, run->batch->num_tokens, workspace->rows, dtype, qkv));
-    switch (config->qk_norm) {
-    case EPMOE_QK_NORM_NONE: EPMOEI_CHECK(rotate(run, qkv, stride)); break;
-    case EPMOE_QK_NORM_ALL_HEADS: EPMOEI_CHECK(normalise_all_heads_and_rotate(run, qkv, stride)); break;
-    default: EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
+    const epmoe_cache_write_args_t write = epmoei_attention_cache_args(run, key, value, stride);
+    if (config->qk_norm == EPMOE_QK_NORM_NONE || config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) {
+        const epmoe_rope_args_t rope = rope_args(run, qkv, stride);
+        if (config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) EPMOEI_CHECK(normalise_all_heads(run, qkv, stride));
+        EPMOEI_CHECK(epmoe_rope_cache_write(&rope, &write, run->stream));
+    } else {
+        EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
+        EPMOEI_CHECK(epmoe_cache_write(&write, run->stream));
     }
-    EPMOEI_CHECK(epmoei_attention_cache(run, key, value, stride));
     return epmoei_attention_heads(run, qkv, stride, workspace->heads);
 }

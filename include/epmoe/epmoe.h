@@ -397,9 +397,17 @@ typedef struct epmoe_grouped_gemm_args_t {
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
+
 /* y[t,i] = act(x[t,i], x[t,d+i]): first half gate, second half up (see epmoe_activation_t). Any d.
- * y may alias x only when its row i starts where x's row i does (y == x and y_stride == x_stride).
- * Floor: bytes = 3*T*d*b. */
+ * With quant y is E4M3 and has the bits that quantising the rounded rows would give, as in epmoe_rms_norm_args_t.
+ * y may alias x only without quant and when its row i starts where x's row i does (y == x and y_stride == x_stride).
+ * Floor: bytes = T*d*(2*b + b_y), and the scales. */
 typedef struct epmoe_silu_and_mul_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -408,11 +416,14 @@ typedef struct epmoe_silu_and_mul_args_t {
     epmoe_dtype_t dtype; /* F32, BF16, F16 */
     const void *x;       /* [T,2d] */
     int64_t x_stride;    /* elements from row to row; 0 = 2d */
-    void *y;             /* out [T,d] */
+    void *y;             /* out [T,d]: dtype, or F8_E4M3 with quant */
     int64_t y_stride;    /* 0 = d */
     epmoe_activation_t activation;
-    float alpha; /* 0 = default of the activation */
-    float limit; /* 0 = none (SWIGLU_OAI: 7) */
+    float alpha;               /* 0 = default of the activation */
+    float limit;               /* 0 = none (SWIGLU_OAI: 7) */
+    epmoe_granularity_t quant; /* 0 = none: y is not quantised */
+    const float *static_scale; /* [1]: with TENSOR, and only then; on the CPU finite and above 0 */
+    float *scale;              /* out: with TOKEN and BLOCK128, see epmoe_granularity_t */
 } epmoe_silu_and_mul_args_t;
 #define EPMOE_SILU_AND_MUL_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_silu_and_mul_args_t)
 EPMOE_API epmoe_status_t epmoe_silu_and_mul(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
@@ -483,13 +494,6 @@ EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
 
 /* ------------------------------------------------------------------------------------------------- quantisation */
-
-/* What one scale of a quantised activation covers. */
-typedef enum epmoe_granularity_t {
-    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
-    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
-    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
-} epmoe_granularity_t;
 
 /* Activations to E4M3: q = e4m3(x / scale), where the scale of each part is
  *     max(amax / 448, 2^-126), with pow2 2^ceil(log2 of it): a power of two stays
@@ -730,6 +734,14 @@ typedef struct epmoe_cache_write_args_t {
 } epmoe_cache_write_args_t;
 #define EPMOE_CACHE_WRITE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_cache_write_args_t)
 EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
+
+/* epmoe_rope, then epmoe_cache_write with the rotated k as key, in one pass and with the same bits: q and k are rotated
+ * in place too. cache->key is NULL or rope->k, and its stride is rope's; backend, tokens, kv heads, head_dim and dtype
+ * of the two agree, and rope->head_stride is head_dim. Errors: as of the two, before anything is written. On CUDA a
+ * token whose position is outside the table is cached unrotated. Floor: bytes = those of the two, less
+ * T*Hk*rotary_dim*b: the rotated keys are not read again. */
+EPMOE_API epmoe_status_t epmoe_rope_cache_write(const epmoe_rope_args_t *rope, const epmoe_cache_write_args_t *cache,
+                                                epmoe_stream_t stream);
 
 /* ----------------------------------------------------------------------------------------- attention and sampling */
 
