@@ -9,8 +9,8 @@
 static const epmoe_granularity_t granularities[] = {EPMOE_GRANULARITY_TENSOR, EPMOE_GRANULARITY_TOKEN,
                                                     EPMOE_GRANULARITY_BLOCK128};
 
-static epmoe_status_t (*const kernels[])(const epmoe_silu_and_mul_args_t *, epmoe_stream_t) = {
-    epmoei_silu_and_mul_ref, epmoei_silu_and_mul_cpu};
+static epmoe_status_t (*const kernels[])(const epmoe_silu_and_mul_args_t *, epmoe_stream_t) = {epmoei_silu_and_mul_ref,
+                                                                                               epmoei_silu_and_mul_cpu};
 
 static int64_t scales_of(const epmoe_silu_and_mul_args_t *args)
 {
