@@ -86,7 +86,7 @@ static void finish_heads(const work_t *work, const int64_t *tokens, int64_t coun
         normalise(x, count, width, width, norm, eps);
     else if (work->config->qk_norm != EPMOE_QK_NORM_NONE)
         normalise(x, count * heads, columns, columns, norm, eps);
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count && !work->config->no_rope; i++)
         for (int64_t h = 0; h < heads; h++) rotate(work, x + i * width + h * columns, position_of(work, tokens[i]));
 }
 

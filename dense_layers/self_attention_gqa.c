@@ -73,13 +73,11 @@ epmoe_status_t epmoei_self_attention_gqa(const epmoei_attention_run_t *run)
     epmoei_linear_run_t linear = epmoei_attention_linear_run(run);
     EPMOEI_CHECK(epmoei_linear(&linear, &run->weights->qkv, run->batch->num_tokens, workspace->rows, dtype, qkv));
     const epmoe_cache_write_args_t write = epmoei_attention_cache_args(run, key, value, stride);
-    if (config->qk_norm == EPMOE_QK_NORM_NONE || config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) {
-        const epmoe_rope_args_t rope = rope_args(run, qkv, stride);
-        if (config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) EPMOEI_CHECK(normalise_all_heads(run, qkv, stride));
-        EPMOEI_CHECK(epmoe_rope_cache_write(&rope, &write, run->stream));
-    } else {
-        EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
-        EPMOEI_CHECK(epmoe_cache_write(&write, run->stream));
-    }
+    const epmoe_rope_args_t rope = rope_args(run, qkv, stride);
+    bool by_head = config->qk_norm == EPMOE_QK_NORM_HEAD || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED;
+    if (by_head) EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
+    if (config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) EPMOEI_CHECK(normalise_all_heads(run, qkv, stride));
+    EPMOEI_CHECK(by_head || config->no_rope ? epmoe_cache_write(&write, run->stream)
+                                            : epmoe_rope_cache_write(&rope, &write, run->stream));
     return epmoei_attention_heads(run, qkv, stride, workspace->heads);
 }

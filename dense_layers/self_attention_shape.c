@@ -16,6 +16,7 @@ static epmoe_status_t check_flags(const epmoe_decoder_config_t *config)
     EPMOEI_CHECK(
         epmoei_check_range("qk_norm", (int32_t)config->qk_norm, EPMOE_QK_NORM_NONE, EPMOE_QK_NORM_HEAD_UNWEIGHTED));
     EPMOEI_CHECK(epmoei_check_range("has_sinks", config->has_sinks, 0, 1));
+    EPMOEI_CHECK(epmoei_check_range("no_rope", config->no_rope, 0, 1));
     EPMOEI_CHECK(epmoei_check_range("window", config->window, 0, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("rope_style", config->rope_style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
     return epmoei_check_range("cache_layout", config->cache_layout, EPMOE_CACHE_LAYOUT_V1, EPMOE_CACHE_LAYOUT_HND);
@@ -30,6 +31,9 @@ static epmoe_status_t check_unused(const char *name, int32_t value, const char *
 
 static epmoe_status_t check_gqa(epmoe_decoder_config_t *config)
 {
+    if (config->no_rope && (config->qk_norm == EPMOE_QK_NORM_HEAD || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "qk_norm is %d with no_rope: expected none, or that of all heads",
+                           (int)config->qk_norm);
     if (config->num_kv_heads == 0) config->num_kv_heads = config->num_heads;
     EPMOEI_CHECK(epmoei_check_range("num_kv_heads", config->num_kv_heads, 1, config->num_heads));
     if (config->num_heads % config->num_kv_heads)
@@ -52,6 +56,7 @@ static epmoe_status_t check_mla(epmoe_decoder_config_t *config)
     EPMOEI_CHECK(epmoei_check_range("value_dim", config->value_dim, 1, 1 << 16));
     EPMOEI_CHECK(check_unused("num_kv_heads", config->num_kv_heads, "MLA"));
     EPMOEI_CHECK(check_unused("head_dim", config->head_dim, "MLA"));
+    EPMOEI_CHECK(check_unused("no_rope", config->no_rope, "MLA"));
     return check_unused("qk_norm", (int32_t)config->qk_norm, "MLA");
 }
 

@@ -46,6 +46,7 @@ void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t
         {"scale", (double)config->scale},
         {"norm_eps", (double)config->norm_eps},
         {"latent_eps", (double)config->latent_eps},
+        {"no_rope", config->no_rope},
         {"rope_style", config->rope_style},
         {"rope.rotary_dim", rope->rotary_dim},
         {"rope.base", rope->base},
@@ -115,7 +116,7 @@ static epmoe_status_t make_table(epmoe_decoder_t *decoder)
 {
     epmoe_rope_table_args_t rope = decoder->shape.config.rope;
     decoder->cos_sin = rope.cos_sin;
-    if (decoder->cos_sin) return EPMOE_OK;
+    if (decoder->cos_sin || decoder->shape.config.no_rope) return EPMOE_OK;
     int64_t bytes = (int64_t)rope.num_positions * rope.rotary_dim * 4;
     static const char what[] = "the table of rotary positions";
     epmoe_backend_t backend = decoder->shape.backend;

@@ -31,7 +31,7 @@ void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder);
 epmoe_status_t epmoei_random_attention(const epmoei_attention_shape_t *shape, epmoe_dtype_t dtype, uint64_t seed,
                                        epmoei_attention_source_t *source, void **memory);
 
-#define EPMOEI_DECODER_FIELDS 31
+#define EPMOEI_DECODER_FIELDS 32
 /* What decides the values that a layer computes, by name; defaults are filled in. */
 void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t out[EPMOEI_DECODER_FIELDS]);
 

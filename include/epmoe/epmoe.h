@@ -1337,6 +1337,7 @@ typedef struct epmoe_decoder_config_t {
     int32_t block_size;        /* S; 0 = 16 */
     int32_t num_blocks;        /* of a cache that the layer owns, zeroed at first; 0 = the caller has one */
     int32_t max_seqs;          /* most sequences in a forward; 0 = max_tokens */
+    int32_t no_rope;           /* GQA, 1: q and k do not rotate; rope.num_positions still bounds the lengths */
 } epmoe_decoder_config_t;
 #define EPMOE_DECODER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_decoder_config_t)
 
