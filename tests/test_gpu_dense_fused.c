@@ -110,7 +110,7 @@ static void check_rope_cache(testing_rng_t *rng, const shape_t *s, epmoe_dtype_t
     free(table);
 }
 
-/* Heads whose rows and halves are whole vectors, and others; heads of q that start off 16 bytes are refused. */
+/* Heads whose rows and halves are whole vectors, and others. */
 Test(gpu_dense_fused, rope_and_cache_write)
 {
     GPU_TEST_NEEDS_DEVICE();
@@ -188,6 +188,66 @@ Test(gpu_dense_fused, silu_and_quantisation)
             for (int32_t i = 0; i < 9; i++)
                 check_silu(&rng, tokens[t], widths[w], dtypes[i % 3], (epmoe_granularity_t)(1 + i / 3),
                            testing_range(&rng, 0, 1));
+}
+
+/* Rows of x and y that lie 2^31 elements apart, and blocks of a cache. At position 0 nothing turns. */
+Test(gpu_dense_fused, offsets_beyond_2_31)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    enum { kWidth = 1024, kHead = 64 };
+    const int64_t stride = (1ll << 31) + 64;
+    testing_rng_t rng = testing_rng(testing_seed());
+    static uint16_t rows[2 * 2 * kWidth];
+    uint8_t near[2 * kWidth], far[kWidth];
+    float near_scale[16], far_scale[16];
+    testing_fill_normal(&rng, rows, EPMOE_BF16, 4 * kWidth, 2);
+    char *wide = gpu_buffer(2 * (stride + 2 * kWidth), 0), *codes = gpu_buffer(stride + kWidth, 0);
+    void *x = gpu_copy_of(rows, sizeof rows), *y = gpu_buffer(2 * kWidth, 0), *scale = gpu_buffer(64, 0);
+    gpu_put(wide, rows, 4 * kWidth), gpu_put(wide + 2 * stride, rows + 2 * kWidth, 4 * kWidth);
+    for (int quant = EPMOE_GRANULARITY_TOKEN; quant <= EPMOE_GRANULARITY_BLOCK128; quant++) {
+        epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+        args.backend = EPMOE_BACKEND_CUDA, args.num_tokens = 2, args.width = kWidth, args.dtype = EPMOE_BF16;
+        args.quant = (epmoe_granularity_t)quant, args.scale = scale;
+        int64_t scales = quant == EPMOE_GRANULARITY_TOKEN ? 2 : 16;
+        args.x = x, args.y = y;
+        cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+        gpu_get(near, y, sizeof near), gpu_get(near_scale, scale, scales * 4);
+        args.x = wide, args.y = codes, args.x_stride = args.y_stride = stride;
+        cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+        gpu_get(far_scale, scale, scales * 4);
+        cr_assert_eq(memcmp(near_scale, far_scale, (size_t)scales * 4), 0);
+        for (int t = 0; t < 2; t++) {
+            gpu_get(far, codes + t * stride, kWidth);
+            cr_assert(gpu_same("codes", far, near + t * kWidth, kWidth, 1, kWidth));
+        }
+    }
+    /* The same memory as two blocks of one head and one slot each. */
+    const int64_t zero_position[2] = {0, 0}, slots[2] = {1, 0};
+    float turn[kHead];
+    for (int i = 0; i < kHead; i++) turn[i] = i < kHead / 2;
+    void *positions = gpu_copy_of(zero_position, 16), *places = gpu_copy_of(slots, 16),
+         *angles = gpu_copy_of(turn, sizeof turn);
+    epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
+    epmoe_cache_write_args_t cache = EPMOE_CACHE_WRITE_ARGS_INIT;
+    rope.backend = cache.backend = EPMOE_BACKEND_CUDA, rope.num_tokens = cache.num_tokens = 2;
+    rope.num_heads = rope.num_kv_heads = cache.num_kv_heads = 1, rope.head_dim = cache.head_dim = kHead;
+    rope.dtype = cache.dtype = EPMOE_BF16, rope.q = x, rope.k = (char *)x + 2 * kHead, rope.q_stride = kWidth;
+    rope.k_stride = kWidth, rope.positions = positions, rope.cos_sin = angles, rope.num_positions = 1;
+    cache.num_blocks = 2, cache.block_size = 1, cache.layout = EPMOE_CACHE_LAYOUT_NHD, cache.slots = places;
+    cache.key_cache = wide, cache.key_block_stride = stride, cache.value = (char *)x + 4 * kHead;
+    cache.value_stride = kWidth, cache.value_cache = wide + 4 * kHead, cache.value_block_stride = stride;
+    cr_assert_eq(epmoe_rope_cache_write(&rope, &cache, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(gpu_wait());
+    for (int t = 0; t < 2; t++) {
+        uint16_t got[kHead];
+        const char *block = wide + 2 * stride * slots[t];
+        gpu_get(got, block, sizeof got);
+        cr_assert(gpu_same("keys", got, rows + t * kWidth + kHead, kHead, 2, kHead));
+        gpu_get(got, block + 4 * kHead, sizeof got);
+        cr_assert(gpu_same("values", got, rows + t * kWidth + 2 * kHead, kHead, 2, kHead));
+    }
+    void *const all[] = {wide, codes, x, y, scale, positions, places, angles};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) gpu_buffer_free(all[i]);
 }
 
 /* What the device cannot take is refused by name, and nothing is written. */

@@ -5,6 +5,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 static const epmoe_granularity_t granularities[] = {EPMOE_GRANULARITY_TENSOR, EPMOE_GRANULARITY_TOKEN,
                                                     EPMOE_GRANULARITY_BLOCK128};
@@ -112,6 +113,36 @@ Test(silu_quant, by_hand)
     cr_assert_eq(epmoei_silu_and_mul_check(&args, &checked), EPMOE_OK);
     cr_assert_eq(epmoei_silu_and_mul_floor(&checked).bytes, kWidth * (2 * 4 + 1));
     testing_buffer_free(y);
+}
+
+/* The second row begins 2^31 + 16 elements, and as many bytes of codes, behind the first. */
+Test(silu_quant, offsets_beyond_2_31)
+{
+    enum { kWidth = 300 };
+    const int64_t stride = (1ll << 31) + 16, bytes = 2 * (stride + 2 * kWidth);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    uint16_t *x = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    uint8_t *y = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (x == MAP_FAILED || y == MAP_FAILED) cr_skip_test("no address space");
+    testing_rng_t rng = testing_rng(testing_seed());
+    uint8_t near[2 * kWidth];
+    float scale[2][6], first[2 * 2 * kWidth];
+    for (int q = 0; q < 3; q++) {
+        epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+        testing_fill_normal(&rng, first, EPMOE_BF16, 4 * kWidth, 2);
+        memcpy(x, first, 4 * kWidth), memcpy(x + stride, (char *)first + 4 * kWidth, 4 * kWidth);
+        args.num_tokens = 2, args.width = kWidth, args.dtype = EPMOE_BF16, args.quant = granularities[q];
+        const float given = 0.02f;
+        if (args.quant == EPMOE_GRANULARITY_TENSOR) args.static_scale = &given;
+        args.x = first, args.y = near, args.scale = scale[0];
+        cr_assert_eq(epmoe_silu_and_mul(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+        args.x = x, args.y = y, args.x_stride = args.y_stride = stride, args.scale = scale[1];
+        cr_assert_eq(epmoe_silu_and_mul(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+        for (int t = 0; t < 2; t++)
+            cr_assert_eq(memcmp(y + t * stride, near + t * kWidth, kWidth), 0, "quant %d, row %d", (int)args.quant, t);
+        cr_assert_eq(memcmp(scale[0], scale[1], (size_t)scales_of(&args) * 4), 0);
+    }
+    munmap(x, (size_t)bytes), munmap(y, (size_t)bytes);
 }
 
 Test(silu_quant, errors_leave_the_output)
