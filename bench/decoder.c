@@ -30,8 +30,8 @@ static epmoe_status_t find_source(bench_t *bench)
 {
     decoder_run_t *run = &bench->run;
     if (bench->checkpoint)
-        return epmoei_checkpoint_attention_source(bench->checkpoint, bench->reference.layer, &run->config,
-                                                  &run->source);
+        return epmoei_checkpoint_attention_source(bench->checkpoint, bench->reference.layer, &run->config, &run->source,
+                                                  &run->source_memory);
     return epmoei_random_attention(&run->decoder->shape, bench->config.dtype, bench->options->seed, &run->source,
                                    &run->source_memory);
 }

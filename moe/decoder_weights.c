@@ -168,11 +168,14 @@ static epmoe_status_t load_attention(epmoe_decoder_t *decoder, const epmoe_check
     EPMOEI_CHECK(
         epmoei_attention_shape_check(&raw, shape->hidden, shape->max_tokens, shape->dtype, shape->backend, &file));
     EPMOEI_CHECK(check_config(&shape->config, &file.config));
-    EPMOEI_CHECK(epmoei_checkpoint_attention_source(checkpoint, layer_index, &raw, &source));
-    if (source.out.rows != shape->hidden)
-        return epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's hidden is %d and the checkpoint's is %lld",
-                           shape->hidden, (long long)source.out.rows);
-    return epmoei_decoder_take_source(decoder, &source);
+    void *memory;
+    epmoe_status_t status = epmoei_checkpoint_attention_source(checkpoint, layer_index, &raw, &source, &memory);
+    if (status == EPMOE_OK && source.out.rows != shape->hidden)
+        status = epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's hidden is %d and the checkpoint's is %lld",
+                             shape->hidden, (long long)source.out.rows);
+    if (status == EPMOE_OK) status = epmoei_decoder_take_source(decoder, &source);
+    epmoei_free(memory);
+    return status;
 }
 
 epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,

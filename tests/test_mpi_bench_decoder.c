@@ -81,6 +81,7 @@ Test(bench_decoder, sixteen_bits_and_windows)
         "gpt_oss --layer 0 --dtype fp32 --tokens 5 --context 40",
         "gpt_oss --layer 0 --dtype bf16 --tokens 40 --routing one-expert",
         "qwen3_moe --dtype fp32 --tokens 3 --context 1",
+        "deepseek_v3_fp8 --dtype fp32 --tokens 9 --routing uniform",
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char arguments[512];
