@@ -1,15 +1,18 @@
 /* Attention of families without a golden checkpoint, as their public definitions have it, in double precision: OLMoE
  * and MiniMax-M2 normalise all heads of q and k together, the latter rotates half of a head; dots.llm1 normalises each
  * head and may have windows from some layer on; Llama 4 rotates neighbouring columns, then normalises without a weight,
- * and has layers without positions. The MLP's last matrix is zeros, so that y = x + attention. */
+ * and has layers without positions. Also projections in GPTQ and AWQ. The MLP's last matrix is zeros, so that y = x +
+ * attention. */
+#include "base/dtype.h"
 #include "tests/safetensors_build.h"
 
 #include <criterion/criterion.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { kHidden = 20, kHeads = 6, kKvHeads = 2, kHead = 8, kTokens = 13, kMlp = 4, kLayers = 4 };
+enum { kHidden = 24, kHeads = 6, kKvHeads = 2, kHead = 8, kTokens = 13, kMlp = 4, kLayers = 4 };
 enum { kQ = kHeads * kHead, kKv = kKvHeads * kHead };
 
 typedef struct family_t {
@@ -25,6 +28,7 @@ typedef struct family_t {
     bool unweighted;         /* a norm behind the rotation */
     bool bias;
     int32_t window;
+    enum { PLAIN, GPTQ, AWQ } quant; /* of the four projections */
 } family_t;
 
 static const family_t families[] = {
@@ -82,6 +86,22 @@ static const family_t families[] = {
      .layer = 3,
      .rotary = 8,
      .pairs = true},
+    {.model_type = "olmoe",
+     .layers = "model.layers.",
+     .mlp = "mlp",
+     .keys = ",\"quantization_config\":{\"quant_method\":\"gptq\",\"bits\":4,\"group_size\":8,\"desc_act\":false,"
+             "\"sym\":false}",
+     .rotary = 8,
+     .all_heads = true,
+     .quant = GPTQ},
+    {.model_type = "dots1",
+     .layers = "model.layers.",
+     .mlp = "mlp",
+     .keys = ",\"quantization_config\":{\"quant_method\":\"awq\",\"bits\":4,\"group_size\":8,\"zero_point\":true,"
+             "\"version\":\"gemm\"}",
+     .rotary = 8,
+     .by_head = true,
+     .quant = AWQ},
 };
 
 typedef struct weights_t {
@@ -91,15 +111,58 @@ typedef struct weights_t {
 } weights_t;
 
 /* The same in every layer. */
-static void add(build_file_t *file, const family_t *family, const char *name, const float *data, int64_t rows,
-                int64_t cols)
+static void add_typed(build_file_t *file, const family_t *family, const char *name, const char *dtype, int64_t size,
+                      const void *data, int64_t rows, int64_t cols)
 {
     char full[160];
     const int64_t shape[] = {rows, cols};
     for (int layer = 0; layer < kLayers; layer++) {
         snprintf(full, sizeof full, "%s%d.%s", family->layers, layer, name);
-        build_add(file, full, "F32", shape, cols ? 2 : 1, data, rows * (cols ? cols : 1) * 4);
+        build_add(file, full, dtype, shape, cols ? 2 : 1, data, rows * (cols ? cols : 1) * size);
     }
+}
+
+static void add(build_file_t *file, const family_t *family, const char *name, const float *data, int64_t rows,
+                int64_t cols)
+{
+    add_typed(file, family, name, "F32", 4, data, rows, cols);
+}
+
+/* A projection [n,k] in groups of 8 columns: weights of random codes, zero points and scales, and its tensors. */
+static void add_quantised(build_file_t *file, const family_t *family, testing_rng_t *rng, const char *name, float *w,
+                          int32_t n, int32_t k)
+{
+    static const int32_t awq_order[] = {0, 2, 4, 6, 1, 3, 5, 7};
+    enum { kWords = 1024, kGroup = 8 };
+    static uint32_t words[kWords], zeros[kWords];
+    static uint16_t scales[kWords];
+    bool awq = family->quant == AWQ;
+    memset(words, 0, sizeof words);
+    memset(zeros, 0, sizeof zeros);
+    for (int32_t g = 0; g < k / kGroup; g++)
+        for (int32_t r = 0; r < n; r++) {
+            int32_t at = 0, zero = testing_range(rng, 1, 15);
+            float scale = testing_range(rng, 1, 15) * 0x1p-8f;
+            while (awq && awq_order[at] != r % 8) at++;
+            /* GPTQ stores zero points less one, in order. */
+            zeros[g * n / 8 + r / 8] |= (uint32_t)(awq ? zero : zero - 1) << (4 * (awq ? at : r % 8));
+            epmoei_store(scales, EPMOE_F16, g * n + r, scale);
+            for (int32_t c = g * kGroup; c < (g + 1) * kGroup; c++) {
+                uint32_t code = (uint32_t)testing_range(rng, 0, 15);
+                if (awq)
+                    words[c * n / 8 + r / 8] |= code << (4 * at);
+                else
+                    words[c / 8 * n + r] |= code << (4 * (c % 8));
+                w[r * k + c] = scale * (float)((int32_t)code - zero);
+            }
+        }
+    char full[96];
+    snprintf(full, sizeof full, "%s.qweight", name);
+    add_typed(file, family, full, "I32", 4, words, awq ? k : k / 8, awq ? n / 8 : n);
+    snprintf(full, sizeof full, "%s.qzeros", name);
+    add_typed(file, family, full, "I32", 4, zeros, k / kGroup, n / 8);
+    snprintf(full, sizeof full, "%s.scales", name);
+    add_typed(file, family, full, "F16", 2, scales, k / kGroup, n);
 }
 
 static void draw(testing_rng_t *rng, float *data, int64_t n, float mean, float scale)
@@ -135,15 +198,33 @@ static void add_mlp(build_file_t *file, const family_t *family, const weights_t 
     add(file, family, "block_sparse_moe.e_score_correction_bias", w->zeros, 2, 0);
 }
 
-static void save(const family_t *family, const weights_t *w, const char *dir)
+static void add_projections(build_file_t *file, const family_t *family, testing_rng_t *rng, weights_t *w)
+{
+    const struct {
+        const char *name;
+        float *data;
+        int32_t rows, cols;
+    } list[] = {{"self_attn.q_proj", w->q, kQ, kHidden},
+                {"self_attn.k_proj", w->k, kKv, kHidden},
+                {"self_attn.v_proj", w->v, kKv, kHidden},
+                {"self_attn.o_proj", w->out, kHidden, kQ}};
+    for (int i = 0; i < 4; i++) {
+        char name[96];
+        snprintf(name, sizeof name, "%s.weight", list[i].name);
+        if (family->quant == PLAIN)
+            add(file, family, name, list[i].data, list[i].rows, list[i].cols);
+        else
+            add_quantised(file, family, rng, list[i].name, list[i].data, list[i].rows, list[i].cols);
+    }
+}
+
+/* Quantised projections of `w` become what they stand for. */
+static void save(const family_t *family, testing_rng_t *rng, weights_t *w, const char *dir)
 {
     build_file_t file = {0};
     add(&file, family, "input_layernorm.weight", w->input_norm, kHidden, 0);
     add(&file, family, "post_attention_layernorm.weight", w->post_norm, kHidden, 0);
-    add(&file, family, "self_attn.q_proj.weight", w->q, kQ, kHidden);
-    add(&file, family, "self_attn.k_proj.weight", w->k, kKv, kHidden);
-    add(&file, family, "self_attn.v_proj.weight", w->v, kKv, kHidden);
-    add(&file, family, "self_attn.o_proj.weight", w->out, kHidden, kQ);
+    add_projections(&file, family, rng, w);
     if (family->bias) {
         add(&file, family, "self_attn.q_proj.bias", w->q_bias, kQ, 0);
         add(&file, family, "self_attn.k_proj.bias", w->k_bias, kKv, 0);
@@ -279,7 +360,7 @@ Test(decoder_families, against_their_definitions)
         const family_t *family = &families[i];
         fill(&rng, &w);
         build_make_dir(dir);
-        save(family, &w, dir);
+        save(family, &rng, &w, dir);
         float x[kTokens * kHidden], *y = testing_buffer(sizeof x, 4);
         double ref[kTokens * kHidden];
         testing_fill_normal(&rng, x, EPMOE_F32, kTokens * kHidden, 1);
