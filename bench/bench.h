@@ -4,6 +4,7 @@
 
 #include "bench/buffer.h"
 #include "bench/ceilings.h"
+#include "bench/decoder.h"
 #include "bench/options.h"
 #include "bench/reference.h"
 #include "bench/routing.h"
@@ -19,7 +20,8 @@ typedef struct bench_t {
     int32_t warmup;
     epmoe_checkpoint_t *checkpoint; /* NULL: random weights */
     epmoe_layer_config_t config;
-    epmoe_layer_t *layer;
+    epmoe_layer_t *layer; /* of run.decoder with --decoder */
+    decoder_run_t run;
     epmoe_ep_t *barrier; /* see cuda_timing_t; NULL where the transport has none */
     reference_t reference;
     float *selection_bias; /* [E] or NULL */
@@ -52,16 +54,17 @@ typedef struct bench_case_t {
     int32_t num_tokens;
     int64_t first_token; /* global index of this rank's first */
     int64_t total_tokens;
-    int32_t *forced_ids; /* [T,k] or NULL */
-    buffer_t x;          /* [T,d] */
-    buffer_t y;          /* [T,d] */
-    buffer_t logits;     /* [T,E] forced, not made otherwise */
-    buffer_t logits_out; /* [T,E] */
-    buffer_t ids;        /* [T,k] that the layer chose */
-    buffer_t weights;    /* [T,k] */
-    void *y_checked;     /* [T,d]: y of the run that is checked */
-    double *times;       /* [iters]: us, of the slowest rank after case_run */
-    double *stage_times; /* [iters,EPMOE_STAGE_COUNT] */
+    int32_t *forced_ids;   /* [T,k] or NULL */
+    buffer_t x;            /* [T,d] */
+    buffer_t y;            /* [T,d] */
+    buffer_t logits;       /* [T,E] forced, not made otherwise */
+    buffer_t logits_out;   /* [T,E] */
+    buffer_t ids;          /* [T,k] that the layer chose */
+    buffer_t weights;      /* [T,k] */
+    decoder_batch_t batch; /* with --decoder */
+    void *y_checked;       /* [T,d]: y of the run that is checked */
+    double *times;         /* [iters]: us, of the slowest rank after case_run */
+    double *stage_times;   /* [iters,EPMOE_STAGE_COUNT] */
 } bench_case_t;
 
 typedef struct case_result_t {

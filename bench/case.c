@@ -93,6 +93,7 @@ epmoe_status_t case_create(bench_case_t *made, const bench_t *bench, int32_t ind
     }
     if (status == EPMOE_OK) status = fill_input(made, bench);
     if (status == EPMOE_OK) status = force_routing(made, bench);
+    if (status == EPMOE_OK && bench->run.decoder) status = decoder_batch_create(&made->batch, bench, made->num_tokens);
     return epmoe_comm_agree(bench->program->comm, status);
 }
 
@@ -106,6 +107,7 @@ void case_destroy(bench_case_t *made)
     buffer_destroy(&made->logits_out);
     buffer_destroy(&made->ids);
     buffer_destroy(&made->weights);
+    decoder_batch_destroy(&made->batch);
     epmoei_free(made->y_checked);
     epmoei_free(made->times);
     epmoei_free(made->stage_times);
@@ -116,7 +118,7 @@ int64_t case_guards_changed(const bench_case_t *made)
 {
     return buffer_guards_changed(&made->x) + buffer_guards_changed(&made->y) + buffer_guards_changed(&made->logits) +
            buffer_guards_changed(&made->logits_out) + buffer_guards_changed(&made->ids) +
-           buffer_guards_changed(&made->weights);
+           buffer_guards_changed(&made->weights) + decoder_batch_guards_changed(&made->batch);
 }
 
 static epmoe_status_t summarise(bench_case_t *made, const bench_t *bench, case_result_t *result)
@@ -141,13 +143,31 @@ done:
 
 typedef struct forward_t {
     const bench_t *bench;
+    const bench_case_t *made;
     epmoe_forward_args_t args;
 } forward_t;
+
+static epmoe_status_t run_decoder(const forward_t *forward, epmoe_stream_t stream, void *const *events)
+{
+    const epmoe_forward_args_t *from = &forward->args;
+    epmoe_decoder_forward_args_t args = decoder_batch_args(&forward->made->batch, from->num_tokens);
+    args.max_rank_tokens = from->max_rank_tokens;
+    args.x = from->x;
+    args.y = from->y;
+    args.logits = from->logits;
+    args.logits_out = from->logits_out;
+    args.ids_out = from->ids_out;
+    args.weights_out = from->weights_out;
+    args.stage_us = from->stage_us;
+    args.stage_events = events;
+    return epmoe_decoder_forward(forward->bench->run.decoder, &args, stream);
+}
 
 static epmoe_status_t run_forward(void *ctx, epmoe_stream_t stream, void *const *events)
 {
     const forward_t *forward = ctx;
     epmoe_forward_args_t args = forward->args;
+    if (forward->bench->run.decoder) return run_decoder(forward, stream, events);
     args.stage_events = events;
     return epmoe_layer_forward_args(forward->bench->layer, &args, stream);
 }
@@ -191,6 +211,7 @@ static epmoe_status_t download_timed(bench_case_t *made)
     EPMOEI_CHECK(epmoei_error_word_check());
     EPMOEI_CHECK(buffer_download(&made->y));
     EPMOEI_CHECK(buffer_download(&made->x));
+    EPMOEI_CHECK(decoder_batch_download(&made->batch));
     return buffer_download(&made->logits);
 }
 
@@ -215,7 +236,7 @@ static epmoe_status_t time_cuda(bench_case_t *made, const bench_t *bench, forwar
 epmoe_status_t case_run(bench_case_t *made, const bench_t *bench, case_result_t *result)
 {
     const options_t *options = bench->options;
-    forward_t forward = {.bench = bench, .args = EPMOE_FORWARD_ARGS_INIT};
+    forward_t forward = {.bench = bench, .made = made, .args = EPMOE_FORWARD_ARGS_INIT};
     forward.args.num_tokens = made->num_tokens;
     for (int32_t r = 0; r < bench->program->size; r++)
         if (made->tokens[r] > forward.args.max_rank_tokens) forward.args.max_rank_tokens = made->tokens[r];

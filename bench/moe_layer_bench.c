@@ -18,9 +18,6 @@
 static int refuse(bench_t *bench)
 {
     const options_t *options = bench->options;
-    if (options->unsupported)
-        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "%s: not in this version",
-                                  options->unsupported);
     epmoe_status_t status = epmoe_backend_resolve(options->backend, &bench->backend);
     if (status != EPMOE_OK)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
@@ -126,7 +123,8 @@ static epmoe_status_t configure(bench_t *bench)
                                  .seed = options->seed,
                                  .config = config,
                                  .selection_bias = bench->selection_bias};
-    return check_routing(bench);
+    EPMOEI_CHECK(check_routing(bench));
+    return options->decoder ? decoder_configure(bench) : EPMOE_OK;
 }
 
 /* One weight of each expert, so that every drawn one spoils its rows. */
@@ -149,22 +147,27 @@ static epmoe_status_t inject_nan(const bench_t *bench)
 static epmoe_status_t make_layer(bench_t *bench)
 {
     epmoe_comm_t *comm = bench->program->comm;
-    epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
     EPMOEI_CHECK(epmoe_layer_create(&bench->config, comm, &bench->layer));
     if (bench->checkpoint) {
         epmoe_load_options_t load = EPMOE_LOAD_OPTIONS_INIT;
         load.progress = report_progress;
         load.progress_ctx = bench;
-        EPMOEI_CHECK(epmoe_layer_load_checkpoint(bench->layer, bench->checkpoint, bench->reference.layer, &load));
-    } else {
-        report_busy(bench, -1, "making random weights");
-        EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed)));
+        return epmoe_layer_load_checkpoint(bench->layer, bench->checkpoint, bench->reference.layer, &load);
     }
+    report_busy(bench, -1, "making random weights");
+    return epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed));
+}
+
+static epmoe_status_t make_weights(bench_t *bench)
+{
+    epmoe_comm_t *comm = bench->program->comm;
+    epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
+    EPMOEI_CHECK(bench->options->decoder ? decoder_make(bench) : make_layer(bench));
     report_idle(bench);
     if (bench->options->inject_nan) EPMOEI_CHECK(epmoe_comm_agree(comm, inject_nan(bench)));
     EPMOEI_CHECK(epmoe_comm_agree(
         comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));
-    bench->weight_bytes = memory.weight_bytes;
+    bench->weight_bytes = memory.weight_bytes + (bench->run.decoder ? decoder_weight_bytes(&bench->run) : 0);
     return EPMOE_OK;
 }
 
@@ -192,7 +195,7 @@ done:
 
 static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
 {
-    EPMOEI_CHECK(make_layer(bench));
+    EPMOEI_CHECK(make_weights(bench));
     report_header(bench);
     for (int32_t i = 0; i < bench->options->num_cases; i++) EPMOEI_CHECK(run_case(bench, i, wrong));
     report_footer(bench, *wrong);
@@ -252,7 +255,8 @@ done:
     report_idle(&bench);
     code = bench_report(program, status);
     if (!code && wrong) code = PROGRAM_FAILED;
-    epmoe_layer_destroy(bench.layer);
+    if (!bench.run.decoder) epmoe_layer_destroy(bench.layer);
+    decoder_free(&bench.run);
     epmoe_ep_destroy(bench.barrier);
     epmoe_checkpoint_close(bench.checkpoint);
     ceilings_free(&bench.ceilings);

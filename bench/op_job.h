@@ -34,6 +34,10 @@ typedef union op_args_t {
     epmoe_rope_args_t rope;
     epmoe_qk_norm_rope_args_t qk;
     epmoe_cache_write_args_t cache;
+    struct {
+        epmoe_rope_args_t rope;
+        epmoe_cache_write_args_t cache;
+    } both;
     epmoe_attention_args_t attention;
     epmoe_quantize_fp8_args_t quantize;
     epmoe_dequant_args_t dequant;
@@ -56,11 +60,12 @@ typedef struct op_kind_t {
 #define OP_AT(member) offsetof(op_args_t, member)
 
 extern const op_kind_t op_topk, op_align, op_permute, op_unpermute;           /* op_rows.c */
-extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_sum;              /* op_math.c */
+extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_silu_fp8, op_sum; /* op_math.c */
 extern const op_kind_t op_quantize_fp8, op_dequant;                           /* op_quant.c */
 extern const op_kind_t op_router;                                             /* op_router.c */
-extern const op_kind_t op_rms_norm, op_rope, op_qk_norm_rope, op_cache_write; /* op_dense.c */
-extern const op_kind_t op_attention, op_prefill, op_sample, op_spec_verify;   /* op_attention.c */
+extern const op_kind_t op_rms_norm, op_norm_alone, op_norm_fp8, op_rope;      /* op_dense.c */
+extern const op_kind_t op_qk_norm_rope, op_cache_write, op_rope_cache_write;
+extern const op_kind_t op_attention, op_prefill, op_sample, op_spec_verify; /* op_attention.c */
 
 struct op_job_t {
     const bench_t *bench;

@@ -109,12 +109,13 @@ static epmoe_status_t reference_silu(op_job_t *job)
     epmoe_silu_and_mul_args_t args;
     EPMOEI_CHECK(epmoei_silu_and_mul_check(&job->args.silu, &args));
     args.y = job->outputs[0].ref;
+    args.scale = args.quant ? job->outputs[1].ref : NULL;
     return epmoei_silu_and_mul_ref(&args, NULL);
 }
 
-static const size_t silu_pointers[] = {OP_AT(silu.x), OP_AT(silu.y), 0};
+static const size_t silu_pointers[] = {OP_AT(silu.x), OP_AT(silu.y), OP_AT(silu.scale), 0};
 
-static epmoe_status_t make_silu(op_job_t *job)
+static epmoe_status_t make_gated(op_job_t *job, epmoe_granularity_t quant)
 {
     const epmoe_layer_config_t *config = &job->bench->config;
     epmoe_silu_and_mul_args_t *args = &job->args.silu;
@@ -130,12 +131,17 @@ static epmoe_status_t make_silu(op_job_t *job)
     args->alpha = config->alpha;
     args->limit = config->limit;
     EPMOEI_CHECK(op_take_random(job, (void **)&args->x, config->dtype, rows * 2 * f, 0, 1));
-    EPMOEI_CHECK(op_take_output(job, &args->y, config->dtype, rows, f));
+    args->quant = quant;
+    EPMOEI_CHECK(op_take_output(job, &args->y, quant ? EPMOE_F8_E4M3 : config->dtype, rows, f));
+    if (quant) EPMOEI_CHECK(op_take_output(job, (void **)&args->scale, EPMOE_F32, rows, epmoei_ceil_div(f, 128)));
     epmoe_silu_and_mul_args_t checked;
     EPMOEI_CHECK(epmoei_silu_and_mul_check(args, &checked));
     job->floor = epmoei_silu_and_mul_floor(&checked);
     return EPMOE_OK;
 }
+
+static epmoe_status_t make_silu(op_job_t *job) { return make_gated(job, 0); }
+static epmoe_status_t make_silu_fp8(op_job_t *job) { return make_gated(job, EPMOE_GRANULARITY_BLOCK128); }
 
 static epmoe_status_t run_sum(const op_args_t *args, epmoe_stream_t stream) { return epmoe_sum(&args->sum, stream); }
 
@@ -171,4 +177,5 @@ static epmoe_status_t make_sum(op_job_t *job)
 
 const op_kind_t op_grouped_gemm = {"grouped_gemm", make_gemm, gemm_pointers, run_gemm, reference_gemm, NULL};
 const op_kind_t op_silu_and_mul = {"silu_and_mul", make_silu, silu_pointers, run_silu, reference_silu, NULL};
+const op_kind_t op_silu_fp8 = {"silu_and_mul_fp8", make_silu_fp8, silu_pointers, run_silu, reference_silu, NULL};
 const op_kind_t op_sum = {"sum", make_sum, sum_pointers, run_sum, reference_sum, NULL};

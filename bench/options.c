@@ -22,6 +22,7 @@ enum {
     OPT_WARMUP,
     OPT_GRAPH,
     OPT_DECODER,
+    OPT_CONTEXT,
     OPT_CHECK,
     OPT_ACT,
     OPT_FORMAT,
@@ -50,6 +51,7 @@ static const struct option k_options[] = {
     {"warmup", required_argument, NULL, OPT_WARMUP},
     {"graph", required_argument, NULL, OPT_GRAPH},
     {"decoder", no_argument, NULL, OPT_DECODER},
+    {"context", required_argument, NULL, OPT_CONTEXT},
     {"check", optional_argument, NULL, OPT_CHECK},
     {"act", required_argument, NULL, OPT_ACT},
     {"format", required_argument, NULL, OPT_FORMAT},
@@ -82,10 +84,14 @@ static const char k_help[] =
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
-    "  --decoder                the whole decoder layer\n"
+    "  --decoder                the whole decoder layer: prefill of one sequence of T tokens on each rank\n"
+    "  --context N              of --decoder: one step of T sequences on each rank instead, each N tokens long with\n"
+    "                           the new one, over a paged cache of random keys and values\n"
     "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum,\n"
-    "                           quantize_fp8, dequant, rms_norm, rope, qk_norm_rope, cache_write, attention (decode),\n"
-    "                           prefill, sample, spec_verify,\n"
+    "                           quantize_fp8, dequant, rms_norm (with a residual), rms_norm_alone, rope, "
+    "qk_norm_rope,\n"
+    "                           cache_write, rope_cache_write, attention (decode), prefill, sample, spec_verify;\n"
+    "                           rms_norm_fp8, silu_and_mul_fp8: with E4M3 output, 128 columns per scale;\n"
     "                           on CUDA router: product, topk and align as the layer does them;\n"
     "                           on CUDA exchange: dispatch and combine of all ranks, over every transport they can "
     "use\n"
@@ -252,10 +258,12 @@ static const char *parse_flag(const char *text, int32_t *value)
 static const char *parse_option(options_t *options, int option, const char *text)
 {
     static const char *const formats[] = {"table", "json", NULL};
-    static const char *const ops[] = {"topk",         "align",  "permute",      "unpermute",   "grouped_gemm",
-                                      "silu_and_mul", "sum",    "quantize_fp8", "dequant",     "router",
-                                      "rms_norm",     "rope",   "qk_norm_rope", "cache_write", "attention",
-                                      "prefill",      "sample", "spec_verify",  "exchange",    NULL};
+    static const char *const ops[] = {"topk",         "align",          "permute",      "unpermute",
+                                      "grouped_gemm", "silu_and_mul",   "sum",          "silu_and_mul_fp8",
+                                      "quantize_fp8", "dequant",        "router",       "rms_norm",
+                                      "rope",         "qk_norm_rope",   "cache_write",  "rope_cache_write",
+                                      "attention",    "prefill",        "sample",       "spec_verify",
+                                      "exchange",     "rms_norm_alone", "rms_norm_fp8", NULL};
     static const char list_expected[] = "numbers from 0 on, with commas between them";
     const char *expected = NULL;
     int32_t flag = 1;
@@ -275,7 +283,9 @@ static const char *parse_option(options_t *options, int option, const char *text
     case OPT_ITERS: return parse_int32(text, 1, 1000000, &options->iters) ? NULL : "a number from 1 to 1000000";
     case OPT_WARMUP: return parse_int32(text, 0, 1000000, &options->warmup) ? NULL : "a number from 0 to 1000000";
     case OPT_GRAPH: return parse_flag(text, &options->graph);
-    case OPT_DECODER: options->unsupported = "--decoder"; break;
+    case OPT_DECODER: options->decoder = true; break;
+    case OPT_CONTEXT:
+        return parse_int32(text, 1, 1 << 24, &options->context) ? NULL : "a number of tokens from 1 to 16777216";
     case OPT_CHECK:
         if (text) expected = parse_flag(text, &flag);
         options->check = flag;
@@ -298,8 +308,9 @@ static const char *parse_option(options_t *options, int option, const char *text
         options->op = text;
         return find_name(ops, text) >= 0
                    ? NULL
-                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum, quantize_fp8, dequant, router, "
-                     "rms_norm, rope, qk_norm_rope, cache_write, attention, prefill, sample, spec_verify or exchange";
+                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, silu_and_mul_fp8, sum, "
+                     "quantize_fp8, dequant, router, rms_norm, rms_norm_alone, rms_norm_fp8, rope, qk_norm_rope, "
+                     "cache_write, rope_cache_write, attention, prefill, sample, spec_verify or exchange";
     case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);
@@ -315,6 +326,8 @@ static const char *check_together(options_t *options)
     if (options->model && options->checkpoint) return "--model and --checkpoint exclude each other";
     if (options->layer >= 0 && !options->checkpoint) return "--layer needs --checkpoint";
     if (options->num_cases && options->num_per_rank) return "--tokens and --tokens-per-rank exclude each other";
+    if (options->decoder && options->op) return "--decoder and --op exclude each other";
+    if (options->context && !options->decoder) return "--context needs --decoder";
     if (options->op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
     if (options->op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
     for (int32_t i = 0; i < options->num_cases && options->op; i++)

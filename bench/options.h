@@ -24,7 +24,8 @@ typedef struct options_t {
     epmoe_dtype_t dtype;
     epmoe_format_t weight_format; /* of random weights; NONE: that of dtype */
     int32_t fp8_activations;      /* 0: the layer chooses */
-    const char *unsupported;      /* a known option or value that is not built yet, NULL if there is none */
+    bool decoder;
+    int32_t context; /* of each sequence of a decode step; 0: prefill */
     routing_kind_t routing;
     double zipf_exponent;
     const char *routing_path;

@@ -65,8 +65,9 @@ typedef struct work_t {
     double flops;
 } work_t;
 
-/* The least that rank r does: its drawn experts' weights, router and shared expert once; its own and its received rows
- * in and out, h out and in; the arithmetic of its slots and of its own tokens. */
+/* The least that rank r does, beside the attention of a decoder layer: its drawn experts' weights, router and shared
+ * expert once; its own and its received rows in and out, h out and in; the arithmetic of its slots and of its own
+ * tokens. */
 static work_t work_of(const bench_case_t *made, const bench_t *bench, const traffic_t *traffic, int32_t r,
                       int64_t *rank_slots)
 {
@@ -93,6 +94,11 @@ static work_t work_of(const bench_case_t *made, const bench_t *bench, const traf
     if (tokens > 0) {
         work.bytes += num_experts * d * sizes.router + d * fs * (2 * sizes.shared_gate_up + sizes.shared_down);
         work.flops += 2 * tokens * num_experts * d + 6 * tokens * d * fs;
+    }
+    if (bench->run.decoder) {
+        const decoder_work_t attention = decoder_work(bench, made->tokens[r]);
+        work.bytes += attention.bytes;
+        work.flops += attention.flops;
     }
     return work;
 }

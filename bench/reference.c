@@ -117,6 +117,16 @@ static epmoe_status_t multiply(const matrix_t *matrix, const matrix_t *bias, con
     return EPMOE_OK;
 }
 
+epmoe_status_t reference_multiply(const reference_t *reference, const epmoei_view_t *weight, const epmoei_view_t *bias,
+                                  const double *x, int32_t rows, double *y)
+{
+    const matrix_t matrix = view_matrix(*weight, view_dtype(reference));
+    if (rows == 0) return EPMOE_OK;
+    if (!bias || !bias->data) return multiply(&matrix, NULL, x, rows, y);
+    const matrix_t added = view_matrix(*bias, EPMOE_DTYPE_NONE);
+    return multiply(&matrix, &added, x, rows, y);
+}
+
 static double silu(double x) { return x == -INFINITY ? 0 : x / (1 + exp(-x)); }
 
 static double activate(const epmoe_layer_config_t *config, double gate, double up)

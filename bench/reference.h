@@ -25,6 +25,10 @@ typedef struct reference_t {
 /* bias [E]; zeros where the model has none. */
 epmoe_status_t reference_selection_bias(const reference_t *reference, float *bias);
 
+/* y [rows,n] = x [rows,k] weight^T + bias (no data = none), a weight [n,k] or bias [1,n] in host memory. */
+epmoe_status_t reference_multiply(const reference_t *reference, const epmoei_view_t *weight, const epmoei_view_t *bias,
+                                  const double *x, int32_t rows, double *y);
+
 /* logits [rows,E] of x [rows,d]. */
 epmoe_status_t reference_router(const reference_t *reference, const double *x, int32_t rows, double *logits);
 

@@ -73,17 +73,34 @@ static void print_ceilings(const bench_t *bench)
         printf("n/a\n");
 }
 
+static void print_attention(const bench_t *bench)
+{
+    const epmoe_decoder_config_t *config = &bench->run.decoder->shape.config;
+    printf("attention  %d heads, ", config->num_heads);
+    if (config->attention == EPMOE_ATTENTION_MLA)
+        printf("MLA with a latent of %d and %d rotated columns", config->kv_latent, config->rope_dim);
+    else
+        printf("%d in the cache, of %d columns", config->num_kv_heads, config->head_dim);
+    if (config->window) printf(", window %d", config->window);
+    if (bench->options->context)
+        printf("; one step of T sequences of %d tokens each\n", bench->options->context);
+    else
+        printf("; prefill of one sequence of T tokens\n");
+}
+
 static void print_head(const bench_t *bench)
 {
     const program_t *program = bench->program;
     const epmoe_layer_config_t *config = &bench->config;
     const ceilings_t *ceilings = &bench->ceilings;
     int32_t version = epmoe_version(), size = program->size;
-    printf("epmoe %d.%d.%d, one MoE layer\n", version / 10000, version / 100 % 100, version % 100);
+    printf("epmoe %d.%d.%d, one %s layer\n", version / 10000, version / 100 % 100, version % 100,
+           bench->run.decoder ? "decoder" : "MoE");
     printf("model      %s: hidden %d, intermediate %d, %d experts, top %d", bench->model, config->hidden,
            config->intermediate, config->num_experts, config->top_k);
     if (config->shared_intermediate) printf(", shared expert of %d", config->shared_intermediate);
     printf(", %s\n", bench_dtype_name(bench));
+    if (bench->run.decoder) print_attention(bench);
     printf("ranks      %d on %d machine%s, %d thread%s in rank 0, backend %s (%s), transport %s\n", size,
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,
            program->num_threads == 1 ? "" : "s", bench_backend_name(bench), epmoe_backend_arch(bench->backend),
@@ -119,6 +136,12 @@ static void report_warnings(const bench_t *bench)
     if (bench->warmup == 0) warn(bench, "no warm-up: the first iterations may include one-time costs");
 }
 
+/* The attention comes last. */
+static int32_t num_stages(const bench_t *bench)
+{
+    return bench->run.decoder ? EPMOE_STAGE_COUNT : EPMOE_STAGE_ATTENTION;
+}
+
 void report_header(const bench_t *bench)
 {
     if (bench->program->rank) return;
@@ -126,7 +149,7 @@ void report_header(const bench_t *bench)
     report_warnings(bench);
     if (bench->options->json) return;
     printf("\n%10s %10s %10s %10s", "tokens", "us median", "min", "max");
-    for (int32_t stage = 0; stage < EPMOE_STAGE_COUNT; stage++)
+    for (int32_t stage = 0; stage < num_stages(bench); stage++)
         printf(" %9s", epmoe_stage_string((epmoe_stage_t)stage));
     printf(" %10s %8s %9s %9s %8s %8s %10s %8s %6s %9s\n", "tokens/s", "TFLOP/s", "wire GB/s", "logical", "load exp",
            "load rk", "floor us", "of floor", "wrong", "max err");
@@ -157,7 +180,7 @@ static void print_case(const bench_t *bench, const bench_case_t *made, const cas
     tokens_text(bench, made, tokens, sizeof tokens);
     check_texts(result, wrong, error);
     printf("%10s %10.1f %10.1f %10.1f", tokens, result->us_median, result->us_min, result->us_max);
-    for (int32_t stage = 0; stage < EPMOE_STAGE_COUNT; stage++) printf(" %9.1f", result->stages_us[stage]);
+    for (int32_t stage = 0; stage < num_stages(bench); stage++) printf(" %9.1f", result->stages_us[stage]);
     printf(" %10.0f %8.4f %9.3f %9.3f %8.2f %8.2f %10.1f %8.3f %6s %9s\n", result->tokens_per_s, result->tflops,
            result->wire_gbps, result->logical_gbps, result->load_max_over_mean, result->rank_load_max_over_mean,
            result->floor_us, result->floor_fraction, wrong, error);

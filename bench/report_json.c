@@ -89,6 +89,10 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
         {"ranks_per_device", json_integer(ceilings->ranks_per_device)},
         {"graph", json_boolean(bench->graph)},
         {"transport", json_string(epmoe_transport_string(epmoe_comm_transport(bench->program->comm)))},
+        {"layer", json_string(!bench->run.decoder ? "moe"
+                              : options->context  ? "decode"
+                                                  : "prefill")},
+        {"context", options->context ? json_integer(options->context) : json_null()},
         {"routing", json_string(routing_kind_string(options->routing))},
         {"seed", json_integer((json_int_t)options->seed)},
         {"tokens_per_rank", json_tokens(bench, made)},

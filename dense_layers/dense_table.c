@@ -6,6 +6,7 @@
 #include "dense_layers/qk_norm_rope.h"
 #include "dense_layers/rms_norm.h"
 #include "dense_layers/rope.h"
+#include "dense_layers/rope_cache_write.h"
 #include "dense_layers/sample.h"
 #include "dense_layers/spec_verify.h"
 
@@ -14,6 +15,7 @@ static const epmoei_dense_table_t ref_table = {
     .rope = epmoei_rope_ref,
     .qk_norm_rope = epmoei_qk_norm_rope_ref,
     .cache_write = epmoei_cache_write_ref,
+    .rope_cache_write = epmoei_rope_cache_write_ref,
     .attention = epmoei_attention_ref,
     .sample = epmoei_sample_ref,
     .spec_verify = epmoei_spec_verify_ref,
@@ -24,6 +26,7 @@ static const epmoei_dense_table_t cpu_table = {
     .rope = epmoei_rope_cpu,
     .qk_norm_rope = epmoei_qk_norm_rope_cpu,
     .cache_write = epmoei_cache_write_cpu,
+    .rope_cache_write = epmoei_rope_cache_write_cpu,
     .attention = epmoei_attention_cpu,
     .sample = epmoei_sample_cpu,
     .spec_verify = epmoei_spec_verify_cpu,
@@ -35,6 +38,7 @@ static const epmoei_dense_table_t sm80_table = {
     .rope = epmoei_rope_sm80,
     .qk_norm_rope = epmoei_qk_norm_rope_sm80,
     .cache_write = epmoei_cache_write_sm80,
+    .rope_cache_write = epmoei_rope_cache_write_sm80,
     .attention = epmoei_attention_sm80,
     .sample = epmoei_sample_sm80,
     .spec_verify = epmoei_spec_verify_sm80,

@@ -15,6 +15,8 @@ typedef struct epmoei_dense_table_t {
     epmoe_status_t (*rope)(const epmoe_rope_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*qk_norm_rope)(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*cache_write)(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*rope_cache_write)(const epmoe_rope_args_t *rope, const epmoe_cache_write_args_t *cache,
+                                       epmoe_stream_t stream);
     epmoe_status_t (*attention)(const epmoe_attention_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*sample)(const epmoe_sample_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*spec_verify)(const epmoe_spec_verify_args_t *args, epmoe_stream_t stream);

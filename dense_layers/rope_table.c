@@ -27,8 +27,8 @@ static epmoe_status_t check_scaling(epmoe_rope_table_args_t *out)
     EPMOEI_CHECK(check_number("mscale", &out->mscale, 0, 0));
     EPMOEI_CHECK(check_number("mscale_all_dim", &out->mscale_all_dim, 0, 0));
     EPMOEI_CHECK(epmoei_check_range("no_truncate", out->no_truncate, 0, 1));
-    if (out->scaling == EPMOE_ROPE_SCALING_LLAMA3 && out->high_freq_factor <= out->low_freq_factor)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "high_freq_factor is %g: expected above low_freq_factor %g",
+    if (out->scaling == EPMOE_ROPE_SCALING_LLAMA3 && out->high_freq_factor < out->low_freq_factor)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "high_freq_factor is %g: expected at least low_freq_factor %g",
                            out->high_freq_factor, out->low_freq_factor);
     if (out->scaling == EPMOE_ROPE_SCALING_LLAMA3 || out->scaling == EPMOE_ROPE_SCALING_YARN)
         return epmoei_check_range("original_positions", out->original_positions, 1, INT32_MAX);
@@ -52,8 +52,8 @@ static epmoe_status_t check(const epmoe_rope_table_args_t *args, epmoe_rope_tabl
 static double llama3_frequency(const epmoe_rope_table_args_t *args, double frequency)
 {
     double turns = args->original_positions * frequency / (2 * PI);
-    double blend = (turns - args->low_freq_factor) / (args->high_freq_factor - args->low_freq_factor);
-    blend = fmin(fmax(blend, 0), 1);
+    double low = args->low_freq_factor, width = args->high_freq_factor - low;
+    double blend = width > 0 ? fmin(fmax((turns - low) / width, 0), 1) : turns >= low;
     return (1 - blend) * frequency / args->factor + blend * frequency;
 }
 

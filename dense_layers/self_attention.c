@@ -33,8 +33,8 @@ epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const vo
     return epmoe_rms_norm(&norm, run->stream);
 }
 
-epmoe_status_t epmoei_attention_cache(const epmoei_attention_run_t *run, const void *key, const void *value,
-                                      int64_t stride)
+epmoe_cache_write_args_t epmoei_attention_cache_args(const epmoei_attention_run_t *run, const void *key,
+                                                     const void *value, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     const epmoei_paged_batch_t *batch = run->batch;
@@ -59,7 +59,7 @@ epmoe_status_t epmoei_attention_cache(const epmoei_attention_run_t *run, const v
     write.value_cache = batch->value_cache;
     write.k_scale = batch->k_scale;
     write.v_scale = batch->v_scale;
-    return epmoe_cache_write(&write, run->stream);
+    return write;
 }
 
 epmoe_status_t epmoei_attention_heads(const epmoei_attention_run_t *run, const void *q, int64_t q_stride, void *o)

@@ -28,7 +28,7 @@ typedef struct epmoei_attention_weights_t {
     float *sinks; /* [H] */
     /* GQA */
     epmoei_linear_t qkv;    /* [(H+2Hk)*D,d] */
-    float *q_norm, *k_norm; /* [D] */
+    float *q_norm, *k_norm; /* see epmoei_qk_norm_columns; ones without a weight */
     /* MLA; q_nope and q_rope read q's latent, or x without one */
     epmoei_linear_t q_down;         /* [q_latent,d] */
     float *q_down_norm;             /* [q_latent] */
@@ -73,6 +73,12 @@ epmoe_status_t epmoei_attention_shape_check(const epmoe_decoder_config_t *config
 /* Columns of a token's row in the key cache, all heads. */
 int64_t epmoei_attention_key_columns(const epmoe_decoder_config_t *config);
 
+/* Columns of the weights of q's and k's norms; 0 without such a norm. */
+typedef struct epmoei_qk_norm_columns_t {
+    int64_t q, k;
+} epmoei_qk_norm_columns_t;
+epmoei_qk_norm_columns_t epmoei_qk_norm_columns(const epmoe_decoder_config_t *config);
+
 /* Both carve; base NULL counts. */
 int64_t epmoei_attention_weights_layout(char *base, const epmoei_attention_shape_t *shape, epmoe_format_t format,
                                         epmoei_attention_weights_t *out);
@@ -91,8 +97,8 @@ epmoei_linear_run_t epmoei_attention_linear_run(const epmoei_attention_run_t *ru
 epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const void *x, int64_t stride, int32_t columns,
                                      const float *weight, float eps, void *residual, void *y);
 /* The new keys and values of key_columns columns to the cache; value NULL with MLA. */
-epmoe_status_t epmoei_attention_cache(const epmoei_attention_run_t *run, const void *key, const void *value,
-                                      int64_t stride);
+epmoe_cache_write_args_t epmoei_attention_cache_args(const epmoei_attention_run_t *run, const void *key,
+                                                     const void *value, int64_t stride);
 /* To o [T,H,value columns]; q [T,H,D]. */
 epmoe_status_t epmoei_attention_heads(const epmoei_attention_run_t *run, const void *q, int64_t q_stride, void *o);
 

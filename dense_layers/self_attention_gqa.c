@@ -6,7 +6,7 @@ static char *element(void *base, epmoe_dtype_t dtype, int64_t index)
 }
 
 /* q and k heads in place in the rows of the projection. */
-static epmoe_status_t rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+static epmoe_rope_args_t rope_args(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
@@ -25,10 +25,19 @@ static epmoe_status_t rotate(const epmoei_attention_run_t *run, void *qkv, int64
     rope.positions = run->batch->positions;
     rope.cos_sin = run->cos_sin;
     rope.num_positions = config->rope.num_positions;
-    return epmoe_rope(&rope, run->stream);
+    return rope;
 }
 
-static epmoe_status_t normalise_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+static epmoe_status_t normalise_all_heads(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
+{
+    const epmoe_decoder_config_t *config = &run->shape->config;
+    int32_t q_columns = config->num_heads * config->head_dim, k_columns = config->num_kv_heads * config->head_dim;
+    void *k = element(qkv, run->shape->dtype, q_columns);
+    EPMOEI_CHECK(epmoei_attention_norm(run, qkv, stride, q_columns, run->weights->q_norm, config->norm_eps, NULL, qkv));
+    return epmoei_attention_norm(run, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k);
+}
+
+static epmoe_status_t normalise_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     epmoe_qk_norm_rope_args_t args = EPMOE_QK_NORM_ROPE_ARGS_INIT;
@@ -63,7 +72,12 @@ epmoe_status_t epmoei_self_attention_gqa(const epmoei_attention_run_t *run)
     const void *key = element(qkv, dtype, q_columns), *value = element(qkv, dtype, q_columns + kv_columns);
     epmoei_linear_run_t linear = epmoei_attention_linear_run(run);
     EPMOEI_CHECK(epmoei_linear(&linear, &run->weights->qkv, run->batch->num_tokens, workspace->rows, dtype, qkv));
-    EPMOEI_CHECK(config->qk_norm ? normalise_and_rotate(run, qkv, stride) : rotate(run, qkv, stride));
-    EPMOEI_CHECK(epmoei_attention_cache(run, key, value, stride));
+    const epmoe_cache_write_args_t write = epmoei_attention_cache_args(run, key, value, stride);
+    const epmoe_rope_args_t rope = rope_args(run, qkv, stride);
+    bool by_head = config->qk_norm == EPMOE_QK_NORM_HEAD || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED;
+    if (by_head) EPMOEI_CHECK(normalise_heads_and_rotate(run, qkv, stride));
+    if (config->qk_norm == EPMOE_QK_NORM_ALL_HEADS) EPMOEI_CHECK(normalise_all_heads(run, qkv, stride));
+    EPMOEI_CHECK(by_head || config->no_rope ? epmoe_cache_write(&write, run->stream)
+                                            : epmoe_rope_cache_write(&rope, &write, run->stream));
     return epmoei_attention_heads(run, qkv, stride, workspace->heads);
 }

@@ -79,7 +79,8 @@ epmoe_status_t epmoei_self_attention_mla(const epmoei_attention_run_t *run)
     EPMOEI_CHECK(epmoei_attention_norm(run, workspace->key, key_columns, config->kv_latent, weights->kv_down_norm,
                                        config->latent_eps, NULL, workspace->key));
     EPMOEI_CHECK(rotate(run));
-    EPMOEI_CHECK(epmoei_attention_cache(run, workspace->key, NULL, key_columns));
+    const epmoe_cache_write_args_t write = epmoei_attention_cache_args(run, workspace->key, NULL, key_columns);
+    EPMOEI_CHECK(epmoe_cache_write(&write, run->stream));
     EPMOEI_CHECK(epmoei_linear_heads(&linear, &weights->key_up, rows, workspace->q_nope, workspace->absorbed));
     EPMOEI_CHECK(join_q(run));
     EPMOEI_CHECK(epmoei_attention_heads(run, workspace->q, 0, workspace->o_latent));

@@ -13,8 +13,10 @@ static epmoe_status_t check_flags(const epmoe_decoder_config_t *config)
 {
     EPMOEI_CHECK(epmoei_check_range("in_bias", config->in_bias, 0, 1));
     EPMOEI_CHECK(epmoei_check_range("out_bias", config->out_bias, 0, 1));
-    EPMOEI_CHECK(epmoei_check_range("qk_norm", config->qk_norm, 0, 1));
+    EPMOEI_CHECK(
+        epmoei_check_range("qk_norm", (int32_t)config->qk_norm, EPMOE_QK_NORM_NONE, EPMOE_QK_NORM_HEAD_UNWEIGHTED));
     EPMOEI_CHECK(epmoei_check_range("has_sinks", config->has_sinks, 0, 1));
+    EPMOEI_CHECK(epmoei_check_range("no_rope", config->no_rope, 0, 1));
     EPMOEI_CHECK(epmoei_check_range("window", config->window, 0, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("rope_style", config->rope_style, EPMOE_ROPE_NEOX, EPMOE_ROPE_GPTJ));
     return epmoei_check_range("cache_layout", config->cache_layout, EPMOE_CACHE_LAYOUT_V1, EPMOE_CACHE_LAYOUT_HND);
@@ -29,6 +31,9 @@ static epmoe_status_t check_unused(const char *name, int32_t value, const char *
 
 static epmoe_status_t check_gqa(epmoe_decoder_config_t *config)
 {
+    if (config->no_rope && (config->qk_norm == EPMOE_QK_NORM_HEAD || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "qk_norm is %d with no_rope: expected none, or that of all heads",
+                           (int)config->qk_norm);
     if (config->num_kv_heads == 0) config->num_kv_heads = config->num_heads;
     EPMOEI_CHECK(epmoei_check_range("num_kv_heads", config->num_kv_heads, 1, config->num_heads));
     if (config->num_heads % config->num_kv_heads)
@@ -51,7 +56,8 @@ static epmoe_status_t check_mla(epmoe_decoder_config_t *config)
     EPMOEI_CHECK(epmoei_check_range("value_dim", config->value_dim, 1, 1 << 16));
     EPMOEI_CHECK(check_unused("num_kv_heads", config->num_kv_heads, "MLA"));
     EPMOEI_CHECK(check_unused("head_dim", config->head_dim, "MLA"));
-    return check_unused("qk_norm", config->qk_norm, "MLA");
+    EPMOEI_CHECK(check_unused("no_rope", config->no_rope, "MLA"));
+    return check_unused("qk_norm", (int32_t)config->qk_norm, "MLA");
 }
 
 static epmoe_status_t check_rope(epmoe_decoder_config_t *config)
@@ -156,6 +162,17 @@ epmoe_status_t epmoei_attention_shape_check(const epmoe_decoder_config_t *config
     return epmoei_check_range("the width of all heads", widest, 1, INT32_MAX);
 }
 
+epmoei_qk_norm_columns_t epmoei_qk_norm_columns(const epmoe_decoder_config_t *config)
+{
+    int64_t head = config->head_dim;
+    switch (config->qk_norm) {
+    case EPMOE_QK_NORM_NONE: return (epmoei_qk_norm_columns_t){0, 0};
+    case EPMOE_QK_NORM_ALL_HEADS:
+        return (epmoei_qk_norm_columns_t){config->num_heads * head, config->num_kv_heads * head};
+    default: return (epmoei_qk_norm_columns_t){head, head};
+    }
+}
+
 int64_t epmoei_attention_key_columns(const epmoe_decoder_config_t *config)
 {
     if (config->attention == EPMOE_ATTENTION_MLA) return (int64_t)config->kv_latent + config->rope_dim;
@@ -193,8 +210,9 @@ int64_t epmoei_attention_weights_layout(char *base, const epmoei_attention_shape
     if (config->attention == EPMOE_ATTENTION_GQA) {
         int64_t rows = ((int64_t)heads + 2 * config->num_kv_heads) * config->head_dim;
         out->qkv = carve_linear(&arena, format, rows, d, 1, config->in_bias);
-        out->q_norm = carve_floats(&arena, config->qk_norm, config->head_dim);
-        out->k_norm = carve_floats(&arena, config->qk_norm, config->head_dim);
+        const epmoei_qk_norm_columns_t norm = epmoei_qk_norm_columns(config);
+        out->q_norm = carve_floats(&arena, norm.q > 0, norm.q);
+        out->k_norm = carve_floats(&arena, norm.k > 0, norm.k);
         out->out = carve_linear(&arena, format, d, heads * config->head_dim, 1, config->out_bias);
         return arena.used;
     }

@@ -24,6 +24,7 @@ typedef enum epmoei_random_tensor_t {
     EPMOEI_RANDOM_SHARED_UP = 10,
     EPMOEI_RANDOM_SHARED_DOWN = 11,
     EPMOEI_RANDOM_SHARED_GATE = 12, /* [d]: the sigmoid gate */
+    EPMOEI_RANDOM_ATTENTION = 13,   /* of a decoder layer; `expert` says which, see moe/decoder_random.c */
 } epmoei_random_tensor_t;
 
 /* The scale of each tensor above; `columns` is its K (biases ignore it). */

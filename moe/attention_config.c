@@ -18,6 +18,19 @@ static epmoe_status_t require_double(epmoei_config_section_t section, const char
     return epmoei_config_get_double(section, key, out);
 }
 
+/* MiniMax's ways that this version does not know. */
+static epmoe_status_t check_kinds(epmoei_config_section_t section)
+{
+    static const epmoei_config_word_t norms[] = {{"per_layer", 0}, {NULL, 0}};
+    const json_t *kinds = epmoei_config_key(section, "attn_type_list");
+    int32_t word;
+    for (size_t i = 0; i < json_array_size(kinds); i++)
+        if (json_integer_value(json_array_get(kinds, i)) != 1)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                               "%s: attn_type_list[%zu] is not 1: expected softmax attention", section.path, i);
+    return epmoei_config_get_word(section, "qk_norm_type", norms, &word);
+}
+
 /* What would change the attention and has no place in epmoe_decoder_config_t. */
 static epmoe_status_t check_absent(epmoei_config_section_t section)
 {
@@ -128,7 +141,9 @@ static epmoe_status_t read_rotary_dim(epmoei_config_section_t section, epmoei_co
 {
     static const char key[] = "partial_rotary_factor";
     double part = rule->rotary_part > 0 ? rule->rotary_part : 1;
-    int32_t columns = out->attention == EPMOE_ATTENTION_MLA ? out->rope_dim : out->head_dim;
+    int32_t columns = out->attention == EPMOE_ATTENTION_MLA ? out->rope_dim : out->head_dim, rotary_dim = 0;
+    EPMOEI_CHECK(epmoei_config_get_int32(section, "rotary_dim", 1, &rotary_dim));
+    if (rotary_dim) part = (double)rotary_dim / columns;
     EPMOEI_CHECK(epmoei_config_get_double(rope.object && epmoei_config_key(rope, key) ? rope : section, key, &part));
     if (rule->rotary_part <= 0 && part != 1)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s: %s is %g: expected 1 in this family", section.path, key,
@@ -191,15 +206,70 @@ static epmoe_status_t read_layer_types(epmoei_config_section_t section, int32_t 
     return EPMOE_OK;
 }
 
+static epmoe_status_t read_upper_window(epmoei_config_section_t section, int32_t num_layers,
+                                        epmoei_attention_config_t *config)
+{
+    int32_t first;
+    EPMOEI_CHECK(require_int32(section, "max_window_layers", &first));
+    if (num_layers > EPMOEI_MAX_TYPED_LAYERS)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s: %d layers with windows: expected at most %d", section.path,
+                           num_layers, EPMOEI_MAX_TYPED_LAYERS);
+    for (int32_t i = 0; i < num_layers; i++) config->full[i] = i < first;
+    config->any_full = true;
+    return EPMOE_OK;
+}
+
+/* no_rope_layers holds 0 for the layers that do not rotate; without it every no_rope_layer_interval-th does not. */
+static epmoe_status_t read_unrotated(epmoei_config_section_t section, int32_t num_layers,
+                                     epmoei_attention_config_t *config)
+{
+    const json_t *list = epmoei_config_key(section, "no_rope_layers");
+    int32_t interval = 4;
+    EPMOEI_CHECK(epmoei_config_get_int32(section, "no_rope_layer_interval", 1, &interval));
+    if (num_layers > EPMOEI_MAX_TYPED_LAYERS)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "%s: %d layers: expected at most %d", section.path, num_layers,
+                           EPMOEI_MAX_TYPED_LAYERS);
+    if (list && (!json_is_array(list) || (json_array_size(list) && json_array_size(list) != (size_t)num_layers)))
+        return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: no_rope_layers is not a list of %d numbers", section.path,
+                           num_layers);
+    for (int32_t i = 0; i < num_layers; i++) {
+        const json_t *entry = json_array_get(list, (size_t)i);
+        if (entry && !json_is_integer(entry))
+            return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: no_rope_layers[%d] is not 0 or 1", section.path, i);
+        config->unrotated[i] = entry ? json_integer_value(entry) == 0 : (i + 1) % interval == 0;
+        config->any_unrotated |= config->unrotated[i];
+    }
+    return EPMOE_OK;
+}
+
+/* Bounds the positions by what chunks and temperature do not touch. */
+static epmoe_status_t read_chunks(epmoei_config_section_t section, int32_t num_layers,
+                                  epmoei_attention_config_t *config)
+{
+    int32_t chunk = 8192, tuned = 1, floor_scale = 8192, *positions = &config->decoder.rope.num_positions;
+    const json_t *tuning = epmoei_config_key(section, "attn_temperature_tuning");
+    EPMOEI_CHECK(epmoei_config_get_int32(section, "attention_chunk_size", 1, &chunk));
+    EPMOEI_CHECK(epmoei_config_get_int32(section, "floor_scale", 2, &floor_scale));
+    if (tuning) tuned = json_is_integer(tuning) ? json_integer_value(tuning) != 0 : !json_is_false(tuning);
+    if (*positions > chunk) *positions = chunk;
+    if (tuned && *positions > floor_scale - 1) *positions = floor_scale - 1;
+    return read_unrotated(section, num_layers, config);
+}
+
 static epmoe_status_t read_window(epmoei_config_section_t section, epmoei_window_rule_t rule, int32_t num_layers,
                                   epmoei_attention_config_t *config)
 {
+    if (rule == EPMOEI_WINDOW_CHUNKS) return read_chunks(section, num_layers, config);
     int32_t window = 0, in_use = 0;
     bool sliding, typed = epmoei_config_key(section, "layer_types") != NULL;
     EPMOEI_CHECK(read_layer_types(section, num_layers, config, &sliding));
     if (rule != EPMOEI_WINDOW_NEVER) EPMOEI_CHECK(epmoei_config_get_int32(section, "sliding_window", 0, &window));
     EPMOEI_CHECK(epmoei_config_get_bool(section, "use_sliding_window", &in_use));
     if (rule == EPMOEI_WINDOW_SWITCHED && !in_use) window = 0;
+    if (rule == EPMOEI_WINDOW_UPPER && !typed && window) {
+        EPMOEI_CHECK(read_upper_window(section, num_layers, config));
+        typed = true;
+    }
     bool must_be_typed = rule == EPMOEI_WINDOW_BY_TYPE || (rule == EPMOEI_WINDOW_SWITCHED && window > 0);
     if (must_be_typed && !typed)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
@@ -228,10 +298,13 @@ static epmoe_status_t read_decoder(epmoei_config_section_t section, const epmoei
     out->cache_layout = EPMOE_CACHE_LAYOUT_NHD;
     out->norm_eps = config->norm_eps;
     EPMOEI_CHECK(check_absent(section));
+    EPMOEI_CHECK(check_kinds(section));
     EPMOEI_CHECK(read_heads(section, hidden, out));
     EPMOEI_CHECK(read_flag(section, &rule->in_bias, &out->in_bias));
     EPMOEI_CHECK(read_flag(section, &rule->out_bias, &out->out_bias));
-    EPMOEI_CHECK(read_flag(section, &rule->qk_norm, &out->qk_norm));
+    int32_t has_qk_norm;
+    EPMOEI_CHECK(read_flag(section, &rule->has_qk_norm, &has_qk_norm));
+    out->qk_norm = has_qk_norm ? rule->qk_norm : EPMOE_QK_NORM_NONE;
     EPMOEI_CHECK(read_rope(section, rule, out));
     if (out->attention == EPMOE_ATTENTION_MLA) out->scale = mla_scale(out);
     return read_window(section, rule->window, num_layers, config);
@@ -269,5 +342,9 @@ epmoe_status_t epmoei_attention_config_of(const epmoei_attention_config_t *confi
     if (config->status != EPMOE_OK) return epmoei_fail(config->status, "%s", config->message);
     *decoder = config->decoder;
     if (config->any_full && config->full[layer]) decoder->window = 0;
+    if (config->any_unrotated && config->unrotated[layer]) {
+        decoder->no_rope = 1;
+        decoder->qk_norm = EPMOE_QK_NORM_NONE;
+    }
     return EPMOE_OK;
 }

@@ -14,6 +14,8 @@ typedef struct epmoei_attention_config_t {
     epmoe_decoder_config_t decoder; /* of every layer; but window, which is that of sliding layers */
     bool any_full;                  /* some layer has no window: */
     bool full[EPMOEI_MAX_TYPED_LAYERS];
+    bool any_unrotated; /* some layer does not rotate: */
+    bool unrotated[EPMOEI_MAX_TYPED_LAYERS];
     epmoe_status_t head_status; /* the same of the head */
     char head_message[512];
     epmoei_config_size_t vocab_size;

@@ -52,10 +52,11 @@ typedef struct epmoei_attention_source_t {
     epmoei_view_t out, out_bias;                       /* [d,H*D] or [d,H*value], [1,d] */
     epmoei_view_t sinks;                               /* [1,H] */
 } epmoei_attention_source_t;
-/* `config` is the layer's, as epmoe_checkpoint_decoder_config gives it. */
+/* `config` is the layer's, as epmoe_checkpoint_decoder_config gives it. Quantised projections are dequantised to F32 in
+ * `memory`, the caller's to epmoei_free after the last use of `source`; NULL when there are none. */
 epmoe_status_t epmoei_checkpoint_attention_source(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                   const epmoe_decoder_config_t *config,
-                                                  epmoei_attention_source_t *source);
+                                                  epmoei_attention_source_t *source, void **memory);
 /* The final norm [1,d] and the head's weight [V,d]. */
 epmoe_status_t epmoei_checkpoint_head_source(const epmoe_checkpoint_t *checkpoint, epmoei_view_t *norm,
                                              epmoei_view_t *weight);

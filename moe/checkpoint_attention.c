@@ -49,11 +49,29 @@ typedef struct projection_t {
     epmoei_view_t *bias; /* NULL = none */
 } projection_t;
 
-static epmoe_status_t read_projections(epmoei_reader_t *reader, const projection_t *list, int count)
+/* The quantised ones among a layer's projections. */
+typedef struct quantised_t {
+    int32_t count;
+    struct {
+        const char *name;
+        epmoei_view_t *view;
+        epmoei_quant_source_t source;
+    } list[8];
+} quantised_t;
+
+static epmoe_status_t read_projections(epmoei_reader_t *reader, const projection_t *list, int count,
+                                       quantised_t *quantised)
 {
     for (int i = 0; i < count; i++) {
         char bias[64];
-        EPMOEI_CHECK(epmoei_reader_projection(reader, list[i].name, 0, list[i].rows, list[i].cols, list[i].view, NULL));
+        epmoei_quant_source_t quant;
+        EPMOEI_CHECK(
+            epmoei_reader_projection(reader, list[i].name, 0, list[i].rows, list[i].cols, list[i].view, &quant));
+        if (quant.quant.format != EPMOE_FORMAT_NONE) {
+            quantised->list[quantised->count].name = list[i].name;
+            quantised->list[quantised->count].view = list[i].view;
+            quantised->list[quantised->count++].source = quant;
+        }
         if (!list[i].bias) continue;
         snprintf(bias, sizeof bias, "%s.bias", list[i].name);
         EPMOEI_CHECK(epmoei_reader_row(reader, bias, list[i].rows, list[i].bias));
@@ -62,7 +80,7 @@ static epmoe_status_t read_projections(epmoei_reader_t *reader, const projection
 }
 
 static epmoe_status_t read_gqa(epmoei_reader_t *reader, const epmoe_decoder_config_t *config,
-                               epmoei_attention_source_t *source)
+                               epmoei_attention_source_t *source, quantised_t *quantised)
 {
     const epmoei_config_size_t *hidden = &reader->checkpoint->config.hidden;
     const epmoei_config_size_t q = size_of("num_attention_heads", config->num_heads, "head_dim", config->head_dim),
@@ -75,14 +93,15 @@ static epmoe_status_t read_gqa(epmoei_reader_t *reader, const epmoe_decoder_conf
         {"v_proj", &kv, hidden, &source->v, in_bias ? &source->v_bias : NULL},
         {"o_proj", hidden, &q, &source->out, out_bias ? &source->out_bias : NULL},
     };
-    EPMOEI_CHECK(read_projections(reader, list, 4));
-    if (!config->qk_norm) return EPMOE_OK;
-    EPMOEI_CHECK(epmoei_reader_row(reader, "q_norm.weight", &head, &source->q_norm));
-    return epmoei_reader_row(reader, "k_norm.weight", &head, &source->k_norm);
+    EPMOEI_CHECK(read_projections(reader, list, 4, quantised));
+    if (config->qk_norm == EPMOE_QK_NORM_NONE || config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED) return EPMOE_OK;
+    bool joint = config->qk_norm == EPMOE_QK_NORM_ALL_HEADS;
+    EPMOEI_CHECK(epmoei_reader_row(reader, "q_norm.weight", joint ? &q : &head, &source->q_norm));
+    return epmoei_reader_row(reader, "k_norm.weight", joint ? &kv : &head, &source->k_norm);
 }
 
 static epmoe_status_t read_mla(epmoei_reader_t *reader, const epmoe_decoder_config_t *config,
-                               epmoei_attention_source_t *source)
+                               epmoei_attention_source_t *source, quantised_t *quantised)
 {
     const epmoei_config_size_t *hidden = &reader->checkpoint->config.hidden;
     int32_t heads = config->num_heads;
@@ -103,30 +122,63 @@ static epmoe_status_t read_mla(epmoei_reader_t *reader, const epmoe_decoder_conf
         {latent ? "q_b_proj" : "q_proj", &q, latent ? &q_latent : hidden, latent ? &source->q_up : &source->q, NULL},
         {"q_a_proj", &q_latent, hidden, &source->q_down, in_bias ? &source->q_down_bias : NULL},
     };
-    EPMOEI_CHECK(read_projections(reader, list, latent ? 5 : 4));
+    EPMOEI_CHECK(read_projections(reader, list, latent ? 5 : 4, quantised));
     EPMOEI_CHECK(epmoei_reader_row(reader, "kv_a_layernorm.weight", &kv_latent, &source->kv_down_norm));
     return latent ? epmoei_reader_row(reader, "q_a_layernorm.weight", &q_latent, &source->q_down_norm) : EPMOE_OK;
 }
 
+/* A column's group must be one of the groups there are. */
+static epmoe_status_t check_indices(const epmoei_quant_source_t *source, const char *name)
+{
+    const epmoei_tensor_t *tensor = source->indices;
+    epmoe_status_t status = epmoei_quant_check_groups(&source->quant, tensor ? tensor->name : name);
+    if (status == EPMOE_OK || !tensor) return status;
+    return epmoei_fail(EPMOE_ERROR_FORMAT, "%s: tensor %s", tensor->path, epmoe_last_error());
+}
+
+static epmoe_status_t dequantise(const quantised_t *quantised, void **memory)
+{
+    int64_t elements = 0;
+    for (int32_t i = 0; i < quantised->count; i++) {
+        const epmoei_quant_t *quant = &quantised->list[i].source.quant;
+        EPMOEI_CHECK(check_indices(&quantised->list[i].source, quantised->list[i].name));
+        elements += quant->rows * quant->cols;
+    }
+    if (elements == 0) return EPMOE_OK;
+    EPMOEI_CHECK(epmoei_alloc_for(memory, elements * 4, "dequantised attention weights"));
+    float *to = *memory;
+    for (int32_t i = 0; i < quantised->count; i++) {
+        const epmoei_quant_t *quant = &quantised->list[i].source.quant;
+        int64_t rows = quant->rows, cols = quant->cols;
+#pragma omp parallel for schedule(static)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < cols; c++) to[r * cols + c] = epmoei_quant_at(quant, r, c);
+        *quantised->list[i].view = (epmoei_view_t){to, EPMOE_F32, rows, cols, cols, 1};
+        to += rows * cols;
+    }
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_checkpoint_attention_source(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                   const epmoe_decoder_config_t *config,
-                                                  epmoei_attention_source_t *source)
+                                                  epmoei_attention_source_t *source, void **memory)
 {
+    *memory = NULL;
     EPMOEI_CHECK(check_layer(checkpoint, layer));
     const epmoei_config_size_t *hidden = &checkpoint->config.hidden;
     const epmoei_config_size_t heads = size_of("one sink", 1, "num_attention_heads", config->num_heads);
-    epmoei_attention_source_t result = {0};
+    *source = (epmoei_attention_source_t){0};
     epmoei_reader_t reader = {.checkpoint = checkpoint, .names = checkpoint->config.family->names, .layer = layer};
+    quantised_t quantised = {0};
     reader.module = "";
-    EPMOEI_CHECK(epmoei_reader_row(&reader, "input_layernorm.weight", hidden, &result.input_norm));
-    EPMOEI_CHECK(epmoei_reader_row(&reader, "post_attention_layernorm.weight", hidden, &result.post_norm));
+    EPMOEI_CHECK(epmoei_reader_row(&reader, "input_layernorm.weight", hidden, &source->input_norm));
+    EPMOEI_CHECK(epmoei_reader_row(&reader, "post_attention_layernorm.weight", hidden, &source->post_norm));
     reader.module = "self_attn.";
-    if (config->has_sinks) EPMOEI_CHECK(epmoei_reader_row(&reader, "sinks", &heads, &result.sinks));
-    EPMOEI_CHECK(config->attention == EPMOE_ATTENTION_MLA ? read_mla(&reader, config, &result)
-                                                          : read_gqa(&reader, config, &result));
+    if (config->has_sinks) EPMOEI_CHECK(epmoei_reader_row(&reader, "sinks", &heads, &source->sinks));
+    EPMOEI_CHECK(config->attention == EPMOE_ATTENTION_MLA ? read_mla(&reader, config, source, &quantised)
+                                                          : read_gqa(&reader, config, source, &quantised));
     EPMOEI_CHECK(check_refused(&reader));
-    *source = result;
-    return EPMOE_OK;
+    return dequantise(&quantised, memory);
 }
 
 epmoe_status_t epmoe_checkpoint_head_config(const epmoe_checkpoint_t *checkpoint, epmoe_head_config_t *config)

@@ -46,6 +46,7 @@ void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t
         {"scale", (double)config->scale},
         {"norm_eps", (double)config->norm_eps},
         {"latent_eps", (double)config->latent_eps},
+        {"no_rope", config->no_rope},
         {"rope_style", config->rope_style},
         {"rope.rotary_dim", rope->rotary_dim},
         {"rope.base", rope->base},
@@ -115,7 +116,7 @@ static epmoe_status_t make_table(epmoe_decoder_t *decoder)
 {
     epmoe_rope_table_args_t rope = decoder->shape.config.rope;
     decoder->cos_sin = rope.cos_sin;
-    if (decoder->cos_sin) return EPMOE_OK;
+    if (decoder->cos_sin || decoder->shape.config.no_rope) return EPMOE_OK;
     int64_t bytes = (int64_t)rope.num_positions * rope.rotary_dim * 4;
     static const char what[] = "the table of rotary positions";
     epmoe_backend_t backend = decoder->shape.backend;
@@ -257,11 +258,33 @@ static epmoe_status_t take_batch(const epmoe_decoder_t *decoder, const epmoe_dec
     return epmoei_check_pointer("block_table", batch->block_table);
 }
 
+static epmoe_forward_args_t mlp_args(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args)
+{
+    epmoe_forward_args_t mlp = EPMOE_FORWARD_ARGS_INIT;
+    mlp.num_tokens = args->num_tokens;
+    mlp.max_rank_tokens = args->max_rank_tokens;
+    mlp.x = decoder->workspace.rows;
+    mlp.residual = decoder->workspace.residual;
+    mlp.y = args->y;
+    mlp.stage_us = args->stage_us;
+    mlp.stage_events = args->stage_events;
+    if (decoder->mlp->config.num_experts == 0) return mlp;
+    mlp.logits = args->logits;
+    mlp.logits_out = args->logits_out;
+    mlp.ids_out = args->ids_out;
+    mlp.weights_out = args->weights_out;
+    return mlp;
+}
+
+/* All arguments are judged before any work. */
 static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
-                                    epmoe_stream_t stream)
+                                    epmoei_stages_t *stages, epmoe_stream_t stream)
 {
     epmoei_paged_batch_t batch;
+    const epmoe_forward_args_t mlp = mlp_args(decoder, args);
     EPMOEI_CHECK(take_batch(decoder, args, &batch));
+    EPMOEI_CHECK(epmoei_layer_check_forward(decoder->mlp, &mlp));
+    EPMOEI_CHECK(epmoei_stages_begin(stages, stream, args->stage_events));
     const epmoei_attention_run_t run = {.shape = &decoder->shape,
                                         .weights = &decoder->weights,
                                         .workspace = &decoder->workspace,
@@ -272,18 +295,19 @@ static epmoe_status_t run_attention(const epmoe_decoder_t *decoder, const epmoe_
     if (decoder->shape.backend == EPMOE_BACKEND_CUDA && batch.num_tokens > 0)
         EPMOEI_CHECK(epmoei_paged_batch_fill_sm80(&batch, stream));
 #endif
-    return epmoei_self_attention(&run, args->x);
+    EPMOEI_CHECK(epmoei_self_attention(&run, args->x));
+    return epmoei_stages_end(stages, EPMOE_STAGE_ATTENTION);
 }
 
 /* Bad ids of earlier calls are reported before any work, not between two of its steps. */
 static epmoe_status_t run_attention_at_once(const epmoe_decoder_t *decoder, const epmoe_decoder_forward_args_t *args,
-                                            epmoe_stream_t stream)
+                                            epmoei_stages_t *stages, epmoe_stream_t stream)
 {
-    if (decoder->shape.backend == EPMOE_BACKEND_CPU) return run_attention(decoder, args, stream);
+    if (decoder->shape.backend == EPMOE_BACKEND_CPU) return run_attention(decoder, args, stages, stream);
     EPMOEI_CHECK(epmoei_comm_check_device(decoder->comm));
     EPMOEI_CHECK(epmoei_error_word_check());
     epmoei_error_word_hold(1);
-    epmoe_status_t status = run_attention(decoder, args, stream);
+    epmoe_status_t status = run_attention(decoder, args, stages, stream);
     epmoei_error_word_hold(-1);
     return status;
 }
@@ -293,17 +317,9 @@ epmoe_status_t epmoe_decoder_forward(epmoe_decoder_t *decoder, const epmoe_decod
 {
     if (!decoder) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "decoder is NULL");
     epmoe_decoder_forward_args_t own = EPMOE_DECODER_FORWARD_ARGS_INIT;
+    epmoei_stages_t stages = {0};
     epmoe_status_t status = epmoei_copy_sized(&own, sizeof own, args, "epmoe_decoder_forward_args_t");
-    if (status == EPMOE_OK) status = run_attention_at_once(decoder, &own, stream);
-    epmoe_forward_args_t mlp = EPMOE_FORWARD_ARGS_INIT;
-    mlp.num_tokens = own.num_tokens;
-    mlp.x = decoder->workspace.rows;
-    mlp.residual = decoder->workspace.residual;
-    mlp.y = own.y;
-    if (decoder->mlp->config.num_experts) {
-        mlp.logits_out = own.logits_out;
-        mlp.ids_out = own.ids_out;
-        mlp.weights_out = own.weights_out;
-    }
-    return epmoei_layer_forward_after(decoder->mlp, status, &mlp, stream);
+    if (status == EPMOE_OK) status = run_attention_at_once(decoder, &own, &stages, stream);
+    epmoe_forward_args_t mlp = mlp_args(decoder, &own);
+    return epmoei_layer_forward_after(decoder->mlp, status, &stages, &mlp, stream);
 }

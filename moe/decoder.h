@@ -4,6 +4,7 @@
 
 #include "comm/comm.h"
 #include "dense_layers/self_attention.h"
+#include "moe/checkpoint.h"
 #include "moe/layer.h"
 
 struct epmoe_decoder {
@@ -22,12 +23,15 @@ struct epmoe_decoder {
     void *weights_memory;
 };
 
-/* This rank's norms and attention of a layer; the old ones go. On failure the decoder has none. */
-epmoe_status_t epmoei_decoder_load_attention(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
-                                             int32_t layer_index);
+/* This rank's norms and attention; the old ones go. On failure the decoder has none. */
+epmoe_status_t epmoei_decoder_take_source(epmoe_decoder_t *decoder, const epmoei_attention_source_t *source);
 void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder);
 
-#define EPMOEI_DECODER_FIELDS 31
+/* Random ones on the host, matrices of `dtype`, the rest F32. `memory` holds them, the caller's to epmoei_free. */
+epmoe_status_t epmoei_random_attention(const epmoei_attention_shape_t *shape, epmoe_dtype_t dtype, uint64_t seed,
+                                       epmoei_attention_source_t *source, void **memory);
+
+#define EPMOEI_DECODER_FIELDS 32
 /* What decides the values that a layer computes, by name; defaults are filled in. */
 void epmoei_decoder_fields(const epmoe_decoder_config_t *config, epmoei_agreed_t out[EPMOEI_DECODER_FIELDS]);
 

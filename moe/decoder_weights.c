@@ -72,8 +72,16 @@ static epmoei_view_t transposed(epmoei_view_t view)
     return (epmoei_view_t){view.data, view.dtype, view.cols, view.rows, view.col_stride, view.row_stride};
 }
 
-static epmoe_status_t put_gqa(epmoei_weight_writer_t *writer, const epmoei_attention_weights_t *weights,
-                              const epmoei_attention_source_t *source)
+static epmoe_status_t put_ones(epmoei_weight_writer_t *writer, int32_t count, float *dst)
+{
+    static const float one = 1;
+    const epmoei_view_t ones = {&one, EPMOE_F32, 1, count, 0, 0};
+    EPMOEI_CHECK(put_row(writer, &ones, dst));
+    return epmoei_writer_wait(writer);
+}
+
+static epmoe_status_t put_gqa(epmoei_weight_writer_t *writer, const epmoe_decoder_config_t *config,
+                              const epmoei_attention_weights_t *weights, const epmoei_attention_source_t *source)
 {
     const epmoei_view_t *const parts[] = {&source->q, &source->k, &source->v}, *const biases[] = {&source->q_bias,
                                                                                                   &source->k_bias,
@@ -83,6 +91,10 @@ static epmoe_status_t put_gqa(epmoei_weight_writer_t *writer, const epmoei_atten
         EPMOEI_CHECK(put_matrix(writer, parts[i], &weights->qkv, row));
         if (weights->qkv.bias) EPMOEI_CHECK(put_row(writer, biases[i], bias_of(&weights->qkv) + row));
         row += parts[i]->rows;
+    }
+    if (config->qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED) {
+        EPMOEI_CHECK(put_ones(writer, config->head_dim, weights->q_norm));
+        return put_ones(writer, config->head_dim, weights->k_norm);
     }
     EPMOEI_CHECK(put_row(writer, &source->q_norm, weights->q_norm));
     return put_row(writer, &source->k_norm, weights->k_norm);
@@ -123,12 +135,30 @@ static epmoe_status_t put_all(const epmoe_decoder_t *decoder, epmoei_weight_writ
     EPMOEI_CHECK(put_matrix(writer, &source->out, &weights->out, 0));
     EPMOEI_CHECK(put_row(writer, &source->out_bias, bias_of(&weights->out)));
     EPMOEI_CHECK(config->attention == EPMOE_ATTENTION_MLA ? put_mla(writer, config, weights, source)
-                                                          : put_gqa(writer, weights, source));
+                                                          : put_gqa(writer, config, weights, source));
     return epmoei_writer_wait(writer);
 }
 
-epmoe_status_t epmoei_decoder_load_attention(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
-                                             int32_t layer_index)
+epmoe_status_t epmoei_decoder_take_source(epmoe_decoder_t *decoder, const epmoei_attention_source_t *source)
+{
+    const epmoei_attention_shape_t *shape = &decoder->shape;
+    /* A device multiplies matrices of the rows' dtype alone. */
+    epmoe_format_t format =
+        shape->backend == EPMOE_BACKEND_CUDA ? epmoei_format_of_dtype(shape->dtype) : common_format(source);
+    epmoei_decoder_drop_weights(decoder);
+    int64_t bytes = epmoei_attention_weights_layout(NULL, shape, format, &decoder->weights);
+    EPMOEI_CHECK(epmoei_memory_alloc(shape->backend, &decoder->weights_memory, bytes, "the attention's weights"));
+    epmoei_attention_weights_layout(decoder->weights_memory, shape, format, &decoder->weights);
+    epmoei_weight_writer_t writer;
+    EPMOEI_CHECK(epmoei_writer_open(&writer, shape->backend));
+    epmoe_status_t status = put_all(decoder, &writer, source);
+    epmoei_writer_close(&writer);
+    decoder->has_weights = status == EPMOE_OK;
+    return status;
+}
+
+static epmoe_status_t load_attention(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
+                                     int32_t layer_index)
 {
     const epmoei_attention_shape_t *shape = &decoder->shape;
     epmoe_decoder_config_t raw = EPMOE_DECODER_CONFIG_INIT;
@@ -138,23 +168,13 @@ epmoe_status_t epmoei_decoder_load_attention(epmoe_decoder_t *decoder, const epm
     EPMOEI_CHECK(
         epmoei_attention_shape_check(&raw, shape->hidden, shape->max_tokens, shape->dtype, shape->backend, &file));
     EPMOEI_CHECK(check_config(&shape->config, &file.config));
-    EPMOEI_CHECK(epmoei_checkpoint_attention_source(checkpoint, layer_index, &raw, &source));
-    if (source.out.rows != shape->hidden)
-        return epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's hidden is %d and the checkpoint's is %lld",
-                           shape->hidden, (long long)source.out.rows);
-
-    /* A device multiplies matrices of the rows' dtype alone. */
-    epmoe_format_t format =
-        shape->backend == EPMOE_BACKEND_CUDA ? epmoei_format_of_dtype(shape->dtype) : common_format(&source);
-    epmoei_decoder_drop_weights(decoder);
-    int64_t bytes = epmoei_attention_weights_layout(NULL, shape, format, &decoder->weights);
-    EPMOEI_CHECK(epmoei_memory_alloc(shape->backend, &decoder->weights_memory, bytes, "the attention's weights"));
-    epmoei_attention_weights_layout(decoder->weights_memory, shape, format, &decoder->weights);
-    epmoei_weight_writer_t writer;
-    EPMOEI_CHECK(epmoei_writer_open(&writer, shape->backend));
-    epmoe_status_t status = put_all(decoder, &writer, &source);
-    epmoei_writer_close(&writer);
-    decoder->has_weights = status == EPMOE_OK;
+    void *memory;
+    epmoe_status_t status = epmoei_checkpoint_attention_source(checkpoint, layer_index, &raw, &source, &memory);
+    if (status == EPMOE_OK && source.out.rows != shape->hidden)
+        status = epmoei_fail(EPMOE_ERROR_MISMATCH, "the decoder's hidden is %d and the checkpoint's is %lld",
+                             shape->hidden, (long long)source.out.rows);
+    if (status == EPMOE_OK) status = epmoei_decoder_take_source(decoder, &source);
+    epmoei_free(memory);
     return status;
 }
 
@@ -162,7 +182,7 @@ epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epm
                                              int32_t layer_index, const epmoe_load_options_t *options)
 {
     if (!decoder) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "decoder is NULL");
-    epmoe_status_t status = epmoei_decoder_load_attention(decoder, checkpoint, layer_index);
+    epmoe_status_t status = load_attention(decoder, checkpoint, layer_index);
     status = epmoe_comm_agree(decoder->comm, status);
     if (status == EPMOE_OK) status = epmoe_layer_load_checkpoint(decoder->mlp, checkpoint, layer_index, options);
     if (status != EPMOE_OK) epmoei_decoder_drop_weights(decoder);

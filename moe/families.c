@@ -142,12 +142,14 @@ static const epmoei_attention_rule_t qwen2_attention = {.in_bias = {"qkv_bias", 
 static const epmoei_attention_rule_t qwen3_attention = {
     .in_bias = ATTENTION_BIAS,
     .out_bias = ATTENTION_BIAS,
-    .qk_norm = {NULL, 1},
+    .has_qk_norm = {NULL, 1},
+    .qk_norm = EPMOE_QK_NORM_HEAD,
     .window = EPMOEI_WINDOW_SWITCHED,
 };
 static const epmoei_attention_rule_t glm4_attention = {
     .in_bias = ATTENTION_BIAS,
-    .qk_norm = {"use_qk_norm", 0},
+    .has_qk_norm = {"use_qk_norm", 0},
+    .qk_norm = EPMOE_QK_NORM_HEAD,
     .rotary_part = 0.5,
 };
 static const epmoei_attention_rule_t gpt_oss_attention = {
@@ -169,6 +171,34 @@ static const epmoei_attention_rule_t deepseek_v3_attention = {
     .gptj_key = "rope_interleave",
 };
 
+static const epmoei_attention_rule_t olmoe_attention = {
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .has_qk_norm = {NULL, 1},
+    .qk_norm = EPMOE_QK_NORM_ALL_HEADS,
+};
+static const epmoei_attention_rule_t minimax_m2_attention = {
+    .has_qk_norm = {"use_qk_norm", 1},
+    .qk_norm = EPMOE_QK_NORM_ALL_HEADS,
+    .window = EPMOEI_WINDOW_ALL,
+    .rotary_part = 1,
+};
+static const epmoei_attention_rule_t dots1_attention = {
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .has_qk_norm = {NULL, 1},
+    .qk_norm = EPMOE_QK_NORM_HEAD,
+    .window = EPMOEI_WINDOW_UPPER,
+};
+static const epmoei_attention_rule_t llama4_attention = {
+    .in_bias = ATTENTION_BIAS,
+    .out_bias = ATTENTION_BIAS,
+    .has_qk_norm = {"use_qk_norm", 1},
+    .qk_norm = EPMOE_QK_NORM_HEAD_UNWEIGHTED,
+    .window = EPMOEI_WINDOW_CHUNKS,
+    .rope_style = EPMOE_ROPE_GPTJ,
+};
+
 #define LAYERS         .layers = "model.layers."
 #define ONE_GROUP      .routed_scale = 1, .n_group = 1, .topk_group = 1
 #define SOFTMAX_ROUTER .scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GREEDY, ONE_GROUP
@@ -179,7 +209,7 @@ static const epmoei_attention_rule_t deepseek_v3_attention = {
             .shared_intermediate = "shared_expert_intermediate_size"
 #define LLAMA4_COMMON                                                                                                  \
     .names = &llama4_names, .dense_intermediate = "intermediate_size_mlp", .stacked_transposed = true,                 \
-    .rule = {.scoring = EPMOE_SCORING_SIGMOID, .weight_on_input = 1, ONE_GROUP}
+    .rule = {.scoring = EPMOE_SCORING_SIGMOID, .weight_on_input = 1, ONE_GROUP}, .attention = &llama4_attention
 
 static const epmoei_family_t families[] = {
     {.model_types = {"mixtral"},
@@ -190,10 +220,11 @@ static const epmoei_family_t families[] = {
     {.model_types = {"minimax_m2"},
      LAYERS,
      .names = &minimax_m2_names,
-     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP}},
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, .renormalize = 1, ONE_GROUP},
+     .attention = &minimax_m2_attention},
     {.model_types = {"qwen2_moe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}, .attention = &qwen2_attention},
     {.model_types = {"qwen3_moe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}, .attention = &qwen3_attention},
-    {.model_types = {"olmoe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}},
+    {.model_types = {"olmoe"}, QWEN_COMMON, .rule = {SOFTMAX_ROUTER}, .attention = &olmoe_attention},
     {.model_types = {"deepseek_v2"},
      DEEPSEEK_COMMON,
      .rule = {.scoring = EPMOE_SCORING_SOFTMAX, .topk_method = EPMOEI_TOPK_GROUP_LIMITED, ONE_GROUP},
@@ -217,7 +248,8 @@ static const epmoei_family_t families[] = {
      .attention = &glm4_attention},
     {.model_types = {"dots1"},
      DEEPSEEK_COMMON,
-     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, ONE_GROUP}},
+     .rule = {.scoring = EPMOE_SCORING_SIGMOID, .topk_method = EPMOEI_TOPK_NOAUX_TC, ONE_GROUP},
+     .attention = &dots1_attention},
     {.model_types = {"gpt_oss"},
      LAYERS,
      .names = &gpt_oss_names,

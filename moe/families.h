@@ -64,12 +64,18 @@ typedef enum epmoei_window_rule_t {
     EPMOEI_WINDOW_ALL = 1,      /* every layer, when sliding_window is there and not 0 */
     EPMOEI_WINDOW_SWITCHED = 2, /* those of layer_types, when use_sliding_window is true */
     EPMOEI_WINDOW_BY_TYPE = 3,  /* those of layer_types, which has to be there */
+    EPMOEI_WINDOW_UPPER = 4,    /* those of layer_types, without it those from max_window_layers on */
+    /* Layers attend to chunks of attention_chunk_size tokens, or have no positions (no_rope_layers) but a temperature
+     * that begins to change at floor_scale - 1: what does not matter to sequences that end before both. */
+    EPMOEI_WINDOW_CHUNKS = 5,
 } epmoei_window_rule_t;
 
 /* The attention of a decoder layer: what config.json does not say. */
 typedef struct epmoei_attention_rule_t {
     epmoe_attention_kind_t kind;
-    epmoei_flag_rule_t in_bias, out_bias, qk_norm; /* as in epmoe_decoder_config_t */
+    epmoei_flag_rule_t in_bias, out_bias; /* as in epmoe_decoder_config_t */
+    epmoei_flag_rule_t has_qk_norm;       /* whether there is one, */
+    epmoe_qk_norm_t qk_norm;              /* and which */
     bool has_sinks;
     epmoei_window_rule_t window;
     epmoe_rope_style_t rope_style;

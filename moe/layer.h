@@ -5,6 +5,7 @@
 #include "base/base.h"
 #include "kernels/quant_pack.h"
 #include "moe/checkpoint.h"
+#include "moe/stages.h"
 
 /* Where this rank's weights are. Formats are those of the source, packed where it is quantised; NONE for what the layer
  * does not have. */
@@ -106,9 +107,12 @@ struct epmoe_layer {
 };
 
 /* epmoe_layer_forward_args for a rank that has worked before: `local` not OK takes part without tokens, so that its
- * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. */
-epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
-                                          epmoe_stream_t stream);
+ * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. `begun`: the
+ * stages so far; NULL = they begin here. */
+epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoei_stages_t *begun,
+                                          const epmoe_forward_args_t *args, epmoe_stream_t stream);
+/* What it would say of its arguments. */
+epmoe_status_t epmoei_layer_check_forward(const epmoe_layer_t *layer, const epmoe_forward_args_t *args);
 
 /* Whether this rank's experts, or the shared one, quantise the activations of so many tokens. */
 bool epmoei_layer_quantises(const epmoe_layer_t *layer, int32_t tokens, bool shared);

@@ -417,14 +417,23 @@ static epmoe_status_t run_routed(forward_t *forward, epmoe_status_t local)
     return status;
 }
 
-epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoe_forward_args_t *args,
-                                          epmoe_stream_t stream)
+epmoe_status_t epmoei_layer_check_forward(const epmoe_layer_t *layer, const epmoe_forward_args_t *args)
+{
+    forward_t forward = {.layer = (epmoe_layer_t *)(uintptr_t)layer};
+    return check_args(&forward, args);
+}
+
+epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t local, const epmoei_stages_t *begun,
+                                          const epmoe_forward_args_t *args, epmoe_stream_t stream)
 {
     forward_t forward = {.layer = layer, .stream = stream};
     epmoe_status_t status = local == EPMOE_OK ? check_args(&forward, args) : local;
     if (status != EPMOE_OK) forward.args.num_tokens = 0;
     choose_router_outputs(&forward);
-    if (status == EPMOE_OK) status = epmoei_stages_begin(&forward.stages, stream, forward.args.stage_events);
+    if (begun)
+        forward.stages = *begun;
+    else if (status == EPMOE_OK)
+        status = epmoei_stages_begin(&forward.stages, stream, forward.args.stage_events);
 
     if (layer->ep) {
         status = run_routed(&forward, status);
@@ -449,7 +458,7 @@ epmoe_status_t epmoei_layer_forward_after(epmoe_layer_t *layer, epmoe_status_t l
 epmoe_status_t epmoe_layer_forward_args(epmoe_layer_t *layer, const epmoe_forward_args_t *args, epmoe_stream_t stream)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
-    return epmoei_layer_forward_after(layer, EPMOE_OK, args, stream);
+    return epmoei_layer_forward_after(layer, EPMOE_OK, NULL, args, stream);
 }
 
 epmoe_status_t epmoe_layer_forward(epmoe_layer_t *layer, const void *x, void *y, int32_t num_tokens,

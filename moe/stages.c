@@ -27,6 +27,7 @@ void epmoei_stages_skip(epmoei_stages_t *stages) { stages->time = epmoei_now_sec
 
 const char *epmoe_stage_string(epmoe_stage_t stage)
 {
-    static const char *const names[] = {"router", "align", "dispatch", "gemm1", "act", "gemm2", "combine", "shared"};
+    static const char *const names[] = {"router", "align",   "dispatch", "gemm1",    "act",
+                                        "gemm2",  "combine", "shared",   "attention"};
     return (int32_t)stage >= 0 && stage < EPMOE_STAGE_COUNT ? names[stage] : "none";
 }

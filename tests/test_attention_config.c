@@ -79,6 +79,11 @@ Test(attention_config, families)
         {"qwen3_moe", ",\"attention_bias\":true,\"use_sliding_window\":false,\"sliding_window\":96", 1, 1, 1, 0, 8, 0},
         {"glm4_moe", "", 0, 0, 0, 0, 4, 0},
         {"glm4_moe", ",\"attention_bias\":true,\"use_qk_norm\":true,\"partial_rotary_factor\":0.25", 1, 0, 1, 0, 2, 0},
+        {"olmoe", "", 0, 0, 2, 0, 8, 0},
+        {"dots1", ",\"attention_bias\":true,\"sliding_window\":null", 1, 1, 1, 0, 8, 0},
+        {"dots1", ",\"sliding_window\":96,\"max_window_layers\":9", 0, 0, 1, 0, 8, 0},
+        {"minimax_m2", "", 0, 0, 2, 0, 8, 0},
+        {"minimax_m2", ",\"use_qk_norm\":false,\"rotary_dim\":4", 0, 0, 0, 0, 4, 0},
         {"gpt_oss", ",\"sliding_window\":96,\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\"]",
          1, 1, 0, 1, 8, 0},
         {"gpt_oss",
@@ -118,6 +123,24 @@ Test(attention_config, windows_by_layer)
         cr_assert_eq(layer_of("gpt_oss", keys, i).window, windows[i]);
         cr_assert_eq(layer_of("qwen2_moe", keys, i).window, windows[i]);
     }
+}
+
+/* Llama 4: every fourth layer, or those listed, has no positions; what chunks or the temperature would change is out of
+ * bounds. */
+Test(attention_config, llama4)
+{
+    epmoe_decoder_config_t got = layer_of("llama4_text", HEADS REST ROPE, 2);
+    cr_assert(got.no_rope == 0 && got.qk_norm == EPMOE_QK_NORM_HEAD_UNWEIGHTED && got.rope.num_positions == 512);
+    cr_assert(got.rope_style == EPMOE_ROPE_GPTJ && got.window == 0);
+    got = layer_of("llama4_text", HEADS REST ROPE ",\"no_rope_layer_interval\":3,\"attention_chunk_size\":100", 2);
+    cr_assert(got.no_rope == 1 && got.qk_norm == EPMOE_QK_NORM_NONE && got.rope.num_positions == 100);
+    got = layer_of("llama4_text", HEADS REST ROPE ",\"no_rope_layers\":[1,0,1],\"floor_scale\":64", 1);
+    cr_assert(got.no_rope == 1 && got.rope.num_positions == 63);
+    got = layer_of("llama4_text",
+                   HEADS REST ROPE ",\"no_rope_layers\":[1,0,1],\"floor_scale\":64,\"attn_temperature_tuning\":false,"
+                                   "\"layer_types\":[\"chunked_attention\",\"full_attention\",\"chunked_attention\"]",
+                   0);
+    cr_assert(got.no_rope == 0 && got.rope.num_positions == 512);
 }
 
 Test(attention_config, mla)
@@ -174,7 +197,14 @@ Test(attention_config, rotary_scaling)
 
 Test(attention_config, refused)
 {
-    refuses("olmoe", HEADS REST ROPE, UNKNOWN, "olmoe", "moe/families.c");
+    refuses("minimax_m2", HEADS REST ROPE ",\"qk_norm_type\":\"per_head\"", UNKNOWN, "qk_norm_type is \"per_head\"",
+            "per_layer");
+    refuses("minimax_m2", HEADS REST ROPE ",\"attn_type_list\":[1,0,1]", UNKNOWN, "attn_type_list[1] is not 1",
+            "softmax");
+    refuses("dots1", HEADS REST ROPE ",\"sliding_window\":8", BROKEN, "max_window_layers is missing", "");
+    refuses("llama4_text", HEADS REST ROPE ",\"no_rope_layers\":[1,1]", BROKEN, "no_rope_layers", "3 numbers");
+    refuses("llama4_text", HEADS REST ROPE ",\"no_rope_layers\":[1,true,1]", BROKEN, "no_rope_layers[1]", "0 or 1");
+    refuses("olmoe", HEADS REST ROPE ",\"clip_qkv\":8.0", UNKNOWN, "clip_qkv", "expected null");
     refuses("mixtral", HEADS REST ROPE ",\"clip_qkv\":8.0", UNKNOWN, "clip_qkv", "expected null");
     refuses("mixtral", HEADS REST ROPE ",\"partial_rotary_factor\":0.5", UNKNOWN, "partial_rotary_factor is 0.5",
             "expected 1");

@@ -503,10 +503,13 @@ Test(checkpoint_quant, golden)
     for (size_t i = 0; i < sizeof goldens / sizeof goldens[0]; i++) {
         char expected[64];
         testing_process_t process = testing_run(
-            60, EPMOE_TEST_BIN "/moe_tool check '" EPMOE_TEST_DATA "/golden/%s' --backend cpu --tol 2e-6 --format json",
+            60, EPMOE_TEST_BIN "/moe_tool check '" EPMOE_TEST_DATA "/golden/%s' --backend cpu --tol 3e-6 --format json",
             goldens[i].name);
         cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", goldens[i].name, process.exit_code, process.errors);
-        cr_assert(strstr(process.output, "layers.0.router") && strstr(process.output, "layers.0.moe"));
+        cr_assert(strstr(process.output, "layers.0.router") && strstr(process.output, "\"layers.0\""));
+        const char *moe = strstr(process.output, "\"layers.0.moe\""), *error = moe ? strstr(moe, "\"rel_err\":") : NULL;
+        cr_assert(error, "%s", process.output);
+        cr_assert_leq(strtod(error + strlen("\"rel_err\":"), NULL), 2e-6, "%s: %s", goldens[i].name, moe);
         cr_assert(!strstr(process.output, "\"ok\":false") && !strstr(process.errors, "quantised"), "%s",
                   process.errors);
         testing_process_free(&process);

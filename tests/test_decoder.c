@@ -43,7 +43,7 @@ Test(decoder, wrong_configs)
     REFUSES(c, bad.num_kv_heads = 8, "num_kv_heads is 8");
     REFUSES(c, bad.head_dim = 577, "head_dim is 577");
     REFUSES(c, bad.kv_latent = 16, "kv_latent is 16: expected 0 with GQA");
-    REFUSES(c, bad.qk_norm = 2, "qk_norm is 2");
+    REFUSES(c, bad.qk_norm = 4, "qk_norm is 4");
     REFUSES(c, bad.window = -1, "window is -1");
     REFUSES(c, bad.norm_eps = -1, "norm_eps is -1");
     REFUSES(c, bad.scale = -1, "scale is -1");

@@ -54,6 +54,26 @@ Test(decoder_golden, prompt_and_steps)
         }
 }
 
+/* Attention in FP8 (the other formats: test_decoder_families), and beside quantised experts. */
+Test(decoder_golden, quantised_checkpoints)
+{
+    static const char *const names[] = {"qwen3_moe_fp8", "deepseek_v3_fp8",   "qwen3_moe_gptq",
+                                        "qwen3_moe_awq", "deepseek_v3_ct_w4", "deepseek_v3_gptq_actorder",
+                                        "gpt_oss_mxfp4"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        decoder_case_t c = decoder_case_open(names[i], 0);
+        decoder_case_make(&c, 0, EPMOE_F32, NULL);
+        int64_t n = (int64_t)kDecoderTokens * c.hidden;
+        float *prompt = testing_buffer(n * 4, 4);
+        forward(&c, 0, kDecoderTokens, c.in, prompt);
+        expect_close(prompt, c.out, n, FP32_TOLERANCE, names[i], 0, "prompt");
+        cr_assert(testing_guards_intact(prompt));
+        testing_buffer_free(prompt);
+        decoder_case_close(&c);
+        cr_assert_eq(epmoei_alloc_live(), 0);
+    }
+}
+
 /* Sequence 1 is a padding of length 0, then the same tokens shifted by one: sequence 0 must not notice. y aliases x. */
 Test(decoder_golden, two_sequences_in_place)
 {

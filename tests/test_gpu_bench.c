@@ -97,6 +97,33 @@ Test(gpu_bench, every_checkpoint_with_and_without_a_graph)
         }
 }
 
+/* Whole decoder layers: prefill and a step, as a graph and without one, of the golden attentions and of the others. */
+Test(gpu_bench, decoder_layers)
+{
+    need_device();
+    for (int32_t i = 0; i < kNumGolden + 2; i++)
+        for (int32_t kind = 0; kind < 4; kind++) {
+            static const char *const models[] = {"olmoe-1b-7b", "llama4-scout"};
+            const int32_t graph = kind % 2;
+            char what[512];
+            if (i < kNumGolden)
+                snprintf(what, sizeof what, "--checkpoint %s/golden/%s", EPMOE_TEST_DATA, k_golden[i]);
+            else
+                snprintf(what, sizeof what, "--model %s", models[i - kNumGolden]);
+            testing_process_t process =
+                run_bench("%s --decoder --tokens 3,70 %s --graph %d --iters 3 --dtype %s --format json", what,
+                          kind / 2 ? "--context 130" : "", graph, i % 2 ? "fp16" : "bf16");
+            assert_right(&process, 2, graph == 1);
+            for (int32_t line = 0; line < 2; line++) {
+                json_t *object = json_line(&process, line);
+                cr_assert(stage(object, "attention") > 0 && stage(object, "router") > 0 && stage(object, "gemm1") > 0);
+                cr_assert_lt(stage(object, "attention"), number(object, "us_max") + 1000);
+                json_decref(object);
+            }
+            testing_process_free(&process);
+        }
+}
+
 /* A model that does not fit into a cache: nothing runs faster than the floor, or the flush or the clock is at fault. */
 Test(gpu_bench, a_public_model_against_its_floor)
 {

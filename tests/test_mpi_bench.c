@@ -301,8 +301,9 @@ Test(bench, refusals)
         {"more", 2, "'more'"},
         {"--dtype fp8 --op topk", 3, "--dtype fp8"},
         {"--dtype w4 --checkpoint x", 2, "--dtype w4: a checkpoint's weights"},
-        {"--dtype mxfp4 --decoder", 3, "--decoder"},
-        {"--decoder", 3, "--decoder"},
+        {"--decoder --op topk", 2, "--decoder and --op exclude each other"},
+        {"--context 16", 2, "--context needs --decoder"},
+        {"--decoder --context 0", 2, "--context is '0'"},
         {"--backend cpu --graph 1", 3, "--graph 1"},
         {"--backend cpu --transport nccl", 3, "--transport nccl"},
         {"--backend cpu --transport p2p", 3, "--transport p2p"},
@@ -351,7 +352,7 @@ Test(bench, refusals_under_mpirun)
         int exit_code;
         const char *message;
     } cases[] = {
-        {"--decoder", 3, "--decoder"},
+        {"--decoder --context x", 2, "--context is 'x'"},
         {"--checkpoint /nowhere", 2, "/nowhere"},
         {"--tokens-per-rank 1,2", 2, "expected 3, one for each rank"},
         {"--op topk", 2, "--op runs on one rank"},

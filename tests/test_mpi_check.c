@@ -20,14 +20,14 @@ typedef struct family_t {
 static const family_t families[] = {{"mixtral", 4, 5, 3},     {"qwen2_moe", 4, 5, 3},   {"qwen3_moe", 4, 5, 3},
                                     {"deepseek_v2", 4, 5, 3}, {"deepseek_v3", 3, 5, 3}, {"glm4_moe", 3, 5, 3},
                                     {"gpt_oss", 4, 5, 3}},
-                      /* One layer each; those in FP8 quantise attention too, which is not computed. */
+                      /* One layer each; those in FP8 quantise attention too. */
     quantised[] = {{"deepseek_v3_ct_w4", 2, 3, 2},
-                   {"deepseek_v3_fp8", 2, 0, 0},
+                   {"deepseek_v3_fp8", 2, 3, 2},
                    {"deepseek_v3_gptq_actorder", 2, 3, 2},
                    {"deepseek_v3_gptq_asym_v1", 2, 3, 2},
                    {"gpt_oss_mxfp4", 2, 3, 2},
                    {"qwen3_moe_awq", 2, 3, 2},
-                   {"qwen3_moe_fp8", 2, 0, 0},
+                   {"qwen3_moe_fp8", 2, 3, 2},
                    {"qwen3_moe_gptq", 2, 3, 2},
                    {"qwen3_moe_gptq_v2_g128", 2, 3, 2}};
 
@@ -64,7 +64,7 @@ static void check_each(const family_t *checked, size_t count, int32_t ranks)
     static const struct {
         const char *options;
         tolerances_t tolerance;
-    } runs[] = {{"--tol 2e-6", {2e-6, 2e-6}}, {"--dtype bf16", {1e-2, 2e-2}}};
+    } runs[] = {{"--tol 3e-6", {2e-6, 3e-6}}, {"--dtype bf16", {1e-2, 2e-2}}};
     for (size_t f = 0; f < count; f++)
         for (int r = 0; r < 2; r++) {
             testing_process_t process = testing_run(120, "%s " TOOL " check '" GOLDEN "%s' --format json %s",

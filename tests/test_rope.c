@@ -353,6 +353,11 @@ Test(rope, llama3_table)
     args.low_freq_factor = 1, args.high_freq_factor = 4;
     double smooth = (2048 / (200 * M_PI) - 1) / 3;
     expect_table(&args, (double[]){1, 0.1, (1 - smooth) * 0.00125 + smooth * 0.01, 0.000125}, 1);
+    /* Llama 4: a step. The third pair turns 3.26 times. */
+    args.low_freq_factor = args.high_freq_factor = 4;
+    expect_table(&args, (double[]){1, 0.1, 0.00125, 0.000125}, 1);
+    args.low_freq_factor = args.high_freq_factor = 3;
+    expect_table(&args, (double[]){1, 0.1, 0.01, 0.000125}, 1);
     testing_buffer_free(table);
 }
 
@@ -413,7 +418,7 @@ Test(rope, table_errors)
     REJECTS("scaling is 4", bad.scaling = (epmoe_rope_scaling_t)4);
     REJECTS("original_positions is 0", bad.scaling = EPMOE_ROPE_SCALING_YARN);
     REJECTS("original_positions is 0", bad.scaling = EPMOE_ROPE_SCALING_LLAMA3);
-    REJECTS("high_freq_factor is 4", (bad.scaling = EPMOE_ROPE_SCALING_LLAMA3, bad.low_freq_factor = 4));
+    REJECTS("high_freq_factor is 4", (bad.scaling = EPMOE_ROPE_SCALING_LLAMA3, bad.low_freq_factor = 4.5));
     REJECTS("attention_factor is -1", bad.attention_factor = -1);
     REJECTS("no_truncate is 2", bad.no_truncate = 2);
     REJECTS("cos_sin is NULL", bad.cos_sin = NULL);

@@ -5,8 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define QUANTS  "none,tensor,token,block128" /* 0, and epmoe_granularity_t */
-#define STYLES  "neox,gptj"                  /* = epmoe_rope_style_t */
+#define STYLES  "neox,gptj" /* = epmoe_rope_style_t */
 #define BOOLEAN "0,1"
 
 /* ------------------------------------------------------------------------------------------------------- rms_norm */
@@ -21,19 +20,30 @@ const op_tensor_t op_rms_norm_tensors[] = {
 const op_key_t op_rms_norm_keys[] = {
     {.name = "eps", .kind = OP_POSITIVE, .initial = "1e-6"},
     {.name = "offset", .kind = OP_CHOICE, .choices = BOOLEAN, .initial = "0"},
-    {.name = "quant", .kind = OP_CHOICE, .choices = QUANTS, .initial = "none"},
+    {.name = "quant", .kind = OP_CHOICE, .choices = OP_QUANTS, .initial = "none"},
     {0},
 };
 
-static epmoe_status_t take_static_scale(const op_context_t *context, epmoe_rms_norm_args_t *args)
+epmoe_status_t op_static_scale(const op_context_t *context, epmoe_granularity_t quant, const float **out)
 {
     const op_value_t *scale = op_tensor(context, "scale");
-    bool wanted = args->quant == EPMOE_GRANULARITY_TENSOR;
+    bool wanted = quant == EPMOE_GRANULARITY_TENSOR;
     if (scale->present != wanted)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'scale' is %s: expected it with quant=tensor only",
                            scale->present ? "given" : "missing");
-    args->static_scale = scale->data;
+    *out = scale->data;
     return EPMOE_OK;
+}
+
+epmoe_status_t op_output_scale(op_context_t *context, epmoe_granularity_t quant, int64_t rows, int64_t cols,
+                               float **out)
+{
+    if (quant == 0) return EPMOE_OK;
+    if (quant == EPMOE_GRANULARITY_TENSOR)
+        return op_output_copy(context, "scale", op_tensor(context, "scale")) ? EPMOE_OK : OP_NO_MEMORY;
+    int64_t scales = quant == EPMOE_GRANULARITY_BLOCK128 ? epmoei_ceil_div(cols, 128) : 1;
+    *out = op_output(context, "scale", EPMOE_F32, OP_SHAPE(rows, scales));
+    return *out ? EPMOE_OK : OP_NO_MEMORY;
 }
 
 epmoe_status_t op_rms_norm_run(op_context_t *context)
@@ -53,18 +63,12 @@ epmoe_status_t op_rms_norm_run(op_context_t *context)
     if (residual->present && residual->dtype != x->dtype)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "tensor 'residual' has dtype %s: expected that of x, %s",
                            epmoe_dtype_string(residual->dtype), epmoe_dtype_string(x->dtype));
-    EPMOEI_CHECK(take_static_scale(context, &args));
+    EPMOEI_CHECK(op_static_scale(context, args.quant, &args.static_scale));
     epmoe_dtype_t y_dtype = args.quant == 0 ? x->dtype : EPMOE_F8_E4M3;
     args.y = op_output(context, "y", y_dtype, OP_SHAPE(args.num_tokens, args.hidden));
     if (!args.y) return OP_NO_MEMORY;
     if (residual->present && !(args.residual = op_output_copy(context, "residual", residual))) return OP_NO_MEMORY;
-    if (args.quant == EPMOE_GRANULARITY_TENSOR && !op_output_copy(context, "scale", op_tensor(context, "scale")))
-        return OP_NO_MEMORY;
-    int64_t scales = args.quant == EPMOE_GRANULARITY_BLOCK128 ? epmoei_ceil_div(args.hidden, 128) : 1;
-    if (args.quant == EPMOE_GRANULARITY_TOKEN || args.quant == EPMOE_GRANULARITY_BLOCK128) {
-        args.scale = op_output(context, "scale", EPMOE_F32, OP_SHAPE(args.num_tokens, scales));
-        if (!args.scale) return OP_NO_MEMORY;
-    }
+    EPMOEI_CHECK(op_output_scale(context, args.quant, args.num_tokens, args.hidden, &args.scale));
     return epmoe_rms_norm(&args, NULL);
 }
 

@@ -4,7 +4,13 @@
 
 #include "tools/tool_op.h"
 
-#define OP_CACHE_LAYOUTS "v1,nhd,hnd" /* = epmoe_cache_layout_t */
+#define OP_CACHE_LAYOUTS "v1,nhd,hnd"                 /* = epmoe_cache_layout_t */
+#define OP_QUANTS        "none,tensor,token,block128" /* 0, and epmoe_granularity_t */
+
+/* What ops with a quantised output [rows,cols] share: tensor `scale` is in with quant=tensor, and out always. */
+epmoe_status_t op_static_scale(const op_context_t *context, epmoe_granularity_t quant, const float **out);
+epmoe_status_t op_output_scale(op_context_t *context, epmoe_granularity_t quant, int64_t rows, int64_t cols,
+                               float **out);
 
 extern const op_tensor_t op_rms_norm_tensors[], op_rope_tensors[], op_qk_norm_rope_tensors[], op_cache_write_tensors[];
 extern const op_key_t op_rms_norm_keys[], op_rope_keys[], op_qk_norm_rope_keys[], op_cache_write_keys[];

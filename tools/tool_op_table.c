@@ -192,8 +192,12 @@ static epmoe_status_t run_silu_and_mul(op_context_t *context)
     args.activation = (epmoe_activation_t)op_number(context, "activation");
     args.alpha = op_real(context, "alpha");
     args.limit = op_real(context, "limit");
-    args.y = op_output(context, "y", x->dtype, OP_SHAPE(args.num_tokens, args.width));
-    return args.y ? epmoe_silu_and_mul(&args, NULL) : OP_NO_MEMORY;
+    args.quant = (epmoe_granularity_t)op_number(context, "quant");
+    EPMOEI_CHECK(op_static_scale(context, args.quant, &args.static_scale));
+    args.y = op_output(context, "y", args.quant ? EPMOE_F8_E4M3 : x->dtype, OP_SHAPE(args.num_tokens, args.width));
+    if (!args.y) return OP_NO_MEMORY;
+    EPMOEI_CHECK(op_output_scale(context, args.quant, args.num_tokens, args.width, &args.scale));
+    return epmoe_silu_and_mul(&args, NULL);
 }
 
 static epmoe_status_t run_sum(op_context_t *context)
@@ -274,9 +278,14 @@ static const op_key_t experts_keys[] = {FORMAT_KEYS, ACTIVATION_KEYS, {0}};
 
 static const op_tensor_t silu_and_mul_tensors[] = {
     {.name = "x", .shape = "T,2d", .kind = OP_FLOAT},
+    {.name = "scale", .shape = "1", .kind = OP_F32, .optional = true},
     {0},
 };
-static const op_key_t silu_and_mul_keys[] = {ACTIVATION_KEYS, {0}};
+static const op_key_t silu_and_mul_keys[] = {
+    ACTIVATION_KEYS,
+    {.name = "quant", .kind = OP_CHOICE, .choices = OP_QUANTS, .initial = "none"},
+    {0},
+};
 
 static const op_tensor_t sum_tensors[] = {
     {.name = "y", .shape = "T,k,d", .kind = OP_FLOAT},

@@ -415,9 +415,17 @@ typedef struct epmoe_grouped_gemm_args_t {
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
+
 /* y[t,i] = act(x[t,i], x[t,d+i]): first half gate, second half up (see epmoe_activation_t). Any d.
- * y may alias x only when its row i starts where x's row i does (y == x and y_stride == x_stride).
- * Floor: bytes = 3*T*d*b. */
+ * With quant y is E4M3 and has the bits that quantising the rounded rows would give, as in epmoe_rms_norm_args_t.
+ * y may alias x only without quant and when its row i starts where x's row i does (y == x and y_stride == x_stride).
+ * Floor: bytes = T*d*(2*b + b_y), and the scales. */
 typedef struct epmoe_silu_and_mul_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -426,11 +434,14 @@ typedef struct epmoe_silu_and_mul_args_t {
     epmoe_dtype_t dtype; /* F32, BF16, F16 */
     const void *x;       /* [T,2d] */
     int64_t x_stride;    /* elements from row to row; 0 = 2d */
-    void *y;             /* out [T,d] */
+    void *y;             /* out [T,d]: dtype, or F8_E4M3 with quant */
     int64_t y_stride;    /* 0 = d */
     epmoe_activation_t activation;
-    float alpha; /* 0 = default of the activation */
-    float limit; /* 0 = none (SWIGLU_OAI: 7) */
+    float alpha;               /* 0 = default of the activation */
+    float limit;               /* 0 = none (SWIGLU_OAI: 7) */
+    epmoe_granularity_t quant; /* 0 = none: y is not quantised */
+    const float *static_scale; /* [1]: with TENSOR, and only then; on the CPU finite and above 0 */
+    float *scale;              /* out: with TOKEN and BLOCK128, see epmoe_granularity_t */
 } epmoe_silu_and_mul_args_t;
 #define EPMOE_SILU_AND_MUL_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_silu_and_mul_args_t)
 EPMOE_API epmoe_status_t epmoe_silu_and_mul(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
@@ -501,13 +512,6 @@ EPMOE_API epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t
 EPMOE_API epmoe_status_t epmoe_experts(const epmoe_experts_args_t *args, epmoe_stream_t stream);
 
 /* ------------------------------------------------------------------------------------------------- quantisation */
-
-/* What one scale of a quantised activation covers. */
-typedef enum epmoe_granularity_t {
-    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
-    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
-    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
-} epmoe_granularity_t;
 
 /* Activations to E4M3: q = e4m3(x / scale), where the scale of each part is
  *     max(amax / 448, 2^-126), with pow2 2^ceil(log2 of it): a power of two stays
@@ -730,7 +734,7 @@ typedef struct epmoe_rope_table_args_t {
     int32_t original_positions; /* L: LLAMA3 and YARN */
     double factor;              /* 0 = 1 */
     double low_freq_factor;     /* LLAMA3; 0 = 1 */
-    double high_freq_factor;    /* LLAMA3; 0 = 4; above low_freq_factor */
+    double high_freq_factor;    /* LLAMA3; 0 = 4; at least low_freq_factor: equal, nothing is blended */
     double beta_fast;           /* YARN; 0 = 32 */
     double beta_slow;           /* YARN; 0 = 1 */
     double attention_factor;    /* YARN; 0 = as above */
@@ -789,6 +793,14 @@ typedef struct epmoe_cache_write_args_t {
 } epmoe_cache_write_args_t;
 #define EPMOE_CACHE_WRITE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_cache_write_args_t)
 EPMOE_API epmoe_status_t epmoe_cache_write(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);
+
+/* epmoe_rope, then epmoe_cache_write with the rotated k as key, in one pass and with the same bits: q and k are rotated
+ * in place too. cache->key is NULL or rope->k, and its stride is rope's; backend, tokens, kv heads, head_dim and dtype
+ * of the two agree, and rope->head_stride is head_dim. Errors: as of the two, before anything is written. On CUDA a
+ * token whose position is outside the table is cached unrotated. Floor: bytes = those of the two, less
+ * T*Hk*rotary_dim*b: the rotated keys are not read again. */
+EPMOE_API epmoe_status_t epmoe_rope_cache_write(const epmoe_rope_args_t *rope, const epmoe_cache_write_args_t *cache,
+                                                epmoe_stream_t stream);
 
 /* ----------------------------------------------------------------------------------------- attention and sampling */
 
@@ -1295,7 +1307,8 @@ typedef enum epmoe_stage_t {
     EPMOE_STAGE_GEMM2 = 5,
     EPMOE_STAGE_COMBINE = 6, /* weighted sum, way home, residual */
     EPMOE_STAGE_SHARED = 7,
-    EPMOE_STAGE_COUNT = 8
+    EPMOE_STAGE_ATTENTION = 8, /* of a decoder layer: all in front of the MLP, both norms included */
+    EPMOE_STAGE_COUNT = 9
 } epmoe_stage_t;
 EPMOE_API const char *epmoe_stage_string(epmoe_stage_t stage);
 
@@ -1346,6 +1359,15 @@ typedef enum epmoe_attention_kind_t {
                                 holds; q is brought to the latent instead (DeepSeek-AI 2024, DeepSeek-V2) */
 } epmoe_attention_kind_t;
 
+/* How q and k heads are normalised, before they rotate. */
+typedef enum epmoe_qk_norm_t {
+    EPMOE_QK_NORM_NONE = 0,
+    EPMOE_QK_NORM_HEAD = 1,            /* each head over its own D columns; one weight [D] for q and one for k */
+    EPMOE_QK_NORM_ALL_HEADS = 2,       /* q over all its columns [H*D], k over [Hk*D] (OLMoE) */
+    EPMOE_QK_NORM_HEAD_UNWEIGHTED = 3, /* each head, without a weight (Llama 4, which rotates first: the same when a
+                                          whole head rotates, since that keeps its length) */
+} epmoe_qk_norm_t;
+
 /* The attention of a decoder layer and its norms; hidden, dtype and max_tokens are those of the MLP's config. */
 typedef struct epmoe_decoder_config_t {
     size_t struct_size;
@@ -1358,14 +1380,14 @@ typedef struct epmoe_decoder_config_t {
     int32_t nope_dim;     /* MLA: columns of a q and k head that carry no position, */
     int32_t rope_dim;     /* and those that do, the same for all heads of k */
     int32_t value_dim;    /* MLA: columns of a v head */
-    int32_t in_bias;   /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
-    int32_t out_bias;  /* 1: so does the last one */
-    int32_t qk_norm;   /* GQA, 1: q and k heads are normalised before they are rotated */
-    int32_t has_sinks; /* 1: see epmoe_attention_args_t */
-    int32_t window;    /* 0 = none */
-    float scale;       /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
-    float norm_eps;    /* of both norms and qk_norm; 0 = 1e-6 */
-    float latent_eps;  /* MLA: of the latents' norms; 0 = 1e-6 */
+    int32_t in_bias;  /* 1: the projections that read the hidden state have a bias (MLA without q_latent: not q's) */
+    int32_t out_bias; /* 1: so does the last one */
+    epmoe_qk_norm_t qk_norm; /* GQA */
+    int32_t has_sinks;       /* 1: see epmoe_attention_args_t */
+    int32_t window;          /* 0 = none */
+    float scale;             /* of q . k; 0 = D^-0.5, MLA (nope_dim + rope_dim)^-0.5 */
+    float norm_eps;          /* of both norms and qk_norm; 0 = 1e-6 */
+    float latent_eps;        /* MLA: of the latents' norms; 0 = 1e-6 */
     epmoe_rope_style_t rope_style;
     epmoe_rope_table_args_t rope; /* num_positions bounds the sequences' lengths; rotary_dim 0 = D or rope_dim. cos_sin
                                      NULL: the layer makes its table; otherwise a filled one in the backend's memory,
@@ -1377,6 +1399,7 @@ typedef struct epmoe_decoder_config_t {
     int32_t block_size;        /* S; 0 = 16 */
     int32_t num_blocks;        /* of a cache that the layer owns, zeroed at first; 0 = the caller has one */
     int32_t max_seqs;          /* most sequences in a forward; 0 = max_tokens */
+    int32_t no_rope;           /* GQA, 1: q and k do not rotate; rope.num_positions still bounds the lengths */
 } epmoe_decoder_config_t;
 #define EPMOE_DECODER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_decoder_config_t)
 
@@ -1384,6 +1407,11 @@ typedef struct epmoe_decoder_config_t {
  * NOT_SUPPORTED, naming key and value, for a variant that this version does not know. */
 EPMOE_API epmoe_status_t epmoe_checkpoint_decoder_config(const epmoe_checkpoint_t *checkpoint, int32_t layer,
                                                          epmoe_decoder_config_t *config);
+
+/* The attention of a preset (epmoe_preset_name): of gpt-oss that of the layers without a window, of Llama 4 that of
+ * those which rotate, up to the 8192 tokens that they attend to. rope.num_positions is the model's own bound, up to
+ * which a layer makes its table: lower it where contexts are shorter. The cache is NHD, and the caller's. */
+EPMOE_API epmoe_status_t epmoe_preset_decoder_config(const char *name, epmoe_decoder_config_t *config);
 
 /* Bytes of one block of the key cache, and of the value cache (0 with MLA). dtype: of the layer; 0 = BF16. */
 EPMOE_API epmoe_status_t epmoe_decoder_block_bytes(const epmoe_decoder_config_t *config, epmoe_dtype_t dtype,
@@ -1403,6 +1431,10 @@ EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL i
  * checkpoint's. */
 EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                                        int32_t layer_index, const epmoe_load_options_t *options);
+
+/* Random norms and attention as a function of (seed, element) alone, and those of epmoe_layer_set_random_weights:
+ * matrices of variance 1/K in the dtype of the MLP, norms around 1. Local. After a failure the layer has no weights. */
+EPMOE_API epmoe_status_t epmoe_decoder_set_random_weights(epmoe_decoder_t *decoder, uint64_t seed);
 
 /* New tokens of B sequences: all of a prompt, the next of each, or any mix. As in epmoe_attention_args_t, rows
  * query_start[b] .. query_start[b+1]-1 are the last tokens of sequence b, whose length seq_lens[b] counts them; their
@@ -1427,6 +1459,11 @@ typedef struct epmoe_decoder_forward_args_t {
     float *logits_out;  /* optional, as in epmoe_forward_args_t, and not written with a dense MLP: [T,E], */
     int32_t *ids_out;   /* [T,k], */
     float *weights_out; /* [T,k] */
+    /* As in epmoe_forward_args_t: */
+    const float *logits; /* not read with a dense MLP */
+    double *stage_us;
+    void *const *stage_events;
+    int32_t max_rank_tokens;
 } epmoe_decoder_forward_args_t;
 #define EPMOE_DECODER_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_decoder_forward_args_t)
 

@@ -1,0 +1,68 @@
+/* A thread's share of a row of silu_and_mul. */
+#ifndef EPMOEI_SILU_AND_MUL_CUDA_CUH
+#define EPMOEI_SILU_AND_MUL_CUDA_CUH
+
+#include "kernels/rows_cuda.cuh"
+#include "kernels/silu_and_mul.h"
+
+#include <math.h>
+
+#define EPMOEI_SILU_RUN 8 /* elements of one thread where everything is aligned */
+
+/* The product with the limit 0 at gate = -inf, where it would be -inf * 0. */
+__device__ __forceinline__ float epmoei_gate_times(float gate, float fraction)
+{
+    return gate == -INFINITY ? 0.0f : gate * fraction;
+}
+
+__device__ __forceinline__ float epmoei_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* epmoei_activate of kernels/activation.h, but for the limit. */
+template <epmoe_activation_t kActivation>
+__device__ __forceinline__ float epmoei_activate_one(float gate, float up, float alpha)
+{
+    if (kActivation == EPMOE_ACTIVATION_GELU) return epmoei_gate_times(gate, 0.5f * erfcf(gate * -0.70710678f)) * up;
+    if (kActivation == EPMOE_ACTIVATION_GELU_TANH)
+        return epmoei_gate_times(gate, epmoei_sigmoid(1.5957691f * (gate + 0.044715f * gate * gate * gate))) * up;
+    if (kActivation == EPMOE_ACTIVATION_SWIGLU_OAI)
+        return epmoei_gate_times(gate, epmoei_sigmoid(alpha * gate)) * (up + 1.0f);
+    return epmoei_gate_times(gate, epmoei_sigmoid(gate)) * up;
+}
+
+/* By comparisons, since fminf and fmaxf drop a NaN. */
+template <int kCount>
+__device__ __forceinline__ void epmoei_clamp_run(float (&gate)[kCount], float (&up)[kCount], float limit)
+{
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        gate[i] = gate[i] > limit ? limit : gate[i];
+        up[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    }
+}
+
+template <epmoe_activation_t kActivation, int kCount>
+__device__ __forceinline__ void epmoei_activate_run(float (&gate)[kCount], const float (&up)[kCount], float alpha)
+{
+#pragma unroll
+    for (int i = 0; i < kCount; i++) gate[i] = epmoei_activate_one<kActivation>(gate[i], up[i], alpha);
+}
+
+/* Columns [col, col + kCount) of a row in fp32, not yet rounded. */
+template <typename T, int kCount>
+__device__ __forceinline__ void epmoei_silu_run(float (&y)[kCount], const epmoe_silu_and_mul_args_t &args, int64_t row,
+                                                int64_t col)
+{
+    const T *x = (const T *)args.x + row * args.x_stride + col;
+    float up[kCount];
+    epmoei_load_run(y, x);
+    epmoei_load_run(up, x + args.width);
+    if (args.limit > 0.0f) epmoei_clamp_run(y, up, args.limit);
+    switch (args.activation) {
+    case EPMOE_ACTIVATION_GELU: epmoei_activate_run<EPMOE_ACTIVATION_GELU>(y, up, args.alpha); break;
+    case EPMOE_ACTIVATION_GELU_TANH: epmoei_activate_run<EPMOE_ACTIVATION_GELU_TANH>(y, up, args.alpha); break;
+    case EPMOE_ACTIVATION_SWIGLU_OAI: epmoei_activate_run<EPMOE_ACTIVATION_SWIGLU_OAI>(y, up, args.alpha); break;
+    default: epmoei_activate_run<EPMOE_ACTIVATION_SILU>(y, up, args.alpha);
+    }
+}
+
+#endif

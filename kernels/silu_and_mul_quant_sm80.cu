@@ -1,0 +1,195 @@
+#include "kernels/fp8_cuda.cuh"
+#include "kernels/launch_cuda.cuh"
+#include "kernels/parts_cuda.cuh"
+#include "kernels/silu_and_mul_cuda.cuh"
+
+namespace
+{
+
+constexpr int kRun = EPMOEI_SILU_RUN;
+constexpr int kGroup = 128;           /* columns of a BLOCK128 scale */
+constexpr int kLanes = kGroup / kRun; /* threads of one */
+constexpr int kThreads = 256;
+constexpr int kHeld =
+    4; /* runs of a thread that keeps its share of a row: up to 8192 columns; the rest is made twice */
+constexpr uint32_t kAll = 0xFFFFFFFFu;
+
+/* Rounded to T: what the op without quant would have stored. */
+template <typename T, int kCount>
+__device__ __forceinline__ void rounded_run(float (&y)[kCount], const epmoe_silu_and_mul_args_t &args, int64_t row,
+                                            int64_t col)
+{
+    epmoei_silu_run<T>(y, args, row, col);
+#pragma unroll
+    for (int i = 0; i < kCount; i++) y[i] = epmoei_to_float(epmoei_from_float<T>(y[i]));
+}
+
+/* fmaxf drops a NaN. */
+template <int kCount> __device__ __forceinline__ float fold_amax(float amax, const float (&y)[kCount])
+{
+#pragma unroll
+    for (int i = 0; i < kCount; i++) amax = fmaxf(amax, fabsf(y[i]));
+    return amax;
+}
+
+template <bool kBounded, int kCount>
+__device__ __forceinline__ void store_codes(const epmoe_silu_and_mul_args_t &args, int64_t row, int64_t col,
+                                            float (&y)[kCount], const epmoei_divisor_t &divisor)
+{
+    epmoei_divide_run<kBounded>(y, divisor);
+    epmoei_store_e4m3((uint8_t *)args.y + row * args.y_stride + col, y);
+}
+
+/* ------------------------------------------------------------------------------------------------------- kernels */
+
+/* kLanes threads a group of 128 columns; with a static scale nobody has to agree on one. */
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_and_mul_args_t args)
+{
+    constexpr int kRounds = kRun / kCount;
+    const bool fixed = args.quant == EPMOE_GRANULARITY_TENSOR;
+    const int32_t lane = threadIdx.x % kLanes;
+    const int64_t groups = (args.width + kGroup - 1) / kGroup, all = groups * args.num_tokens;
+    const int64_t step = (int64_t)gridDim.x * (kThreads / kLanes), rounds = (all + step - 1) / step;
+    int64_t at = (int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+    epmoei_begin_dependent();
+    epmoei_divisor_t divisor = epmoei_divisor(fixed ? *args.static_scale : 1.0f);
+    /* Both halves of a warp take part in the shuffles of either. */
+    for (int64_t round = 0; round < rounds; round++, at += step) {
+        const int64_t row = at / groups, first = (at - row * groups) * kGroup + lane * kCount;
+        float y[kRounds][kCount], amax = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kRounds; r++) {
+#pragma unroll
+            for (int i = 0; i < kCount; i++) y[r][i] = 0.0f;
+            if (at < all && first + r * kLanes * kCount < args.width)
+                rounded_run<T>(y[r], args, row, first + r * kLanes * kCount);
+            amax = fold_amax(amax, y[r]);
+        }
+        if (!fixed) {
+#pragma unroll
+            for (int i = kLanes / 2; i > 0; i /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, i));
+            const float scale = epmoei_scale_of_amax(amax);
+            if (at < all && lane == 0) args.scale[at] = scale;
+            divisor = epmoei_divisor(scale);
+        }
+        if (at >= all) continue;
+#pragma unroll
+        for (int r = 0; r < kRounds; r++)
+            if (first + r * kLanes * kCount < args.width)
+                store_codes<false>(args, row, first + r * kLanes * kCount, y[r], divisor);
+    }
+}
+
+__device__ __forceinline__ float block_max(float value)
+{
+    __shared__ float warp_max[kThreads / 32];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = warp_max[0];
+#pragma unroll
+    for (int i = 1; i < kThreads / 32; i++) value = fmaxf(value, warp_max[i]);
+    return value;
+}
+
+/* What a thread keeps: kRun rounded elements, in as few registers as they need. */
+template <typename T> struct held_t {
+    uint4 parts[kRun / epmoei_part_size<T>];
+};
+template <typename T> __device__ __forceinline__ void hold(held_t<T> &held, const float (&y)[kRun])
+{
+#pragma unroll
+    for (int p = 0; p < kRun / epmoei_part_size<T>; p++) {
+        float part[epmoei_part_size<T>];
+#pragma unroll
+        for (int i = 0; i < epmoei_part_size<T>; i++) part[i] = y[p * epmoei_part_size<T> + i];
+        held.parts[p] = epmoei_pack_part<T>(part);
+    }
+}
+template <typename T> __device__ __forceinline__ void unhold(float (&y)[kRun], const held_t<T> &held)
+{
+#pragma unroll
+    for (int p = 0; p < kRun / epmoei_part_size<T>; p++) {
+        float part[epmoei_part_size<T>];
+        epmoei_unpack_part<T>(part, held.parts[p]);
+#pragma unroll
+        for (int i = 0; i < epmoei_part_size<T>; i++) y[p * epmoei_part_size<T> + i] = part[i];
+    }
+}
+
+/* A block a row. */
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads) silu_rows_kernel(const epmoe_silu_and_mul_args_t args)
+{
+    constexpr int kKept = kCount == kRun ? kHeld : 0;
+    const int64_t stride = (int64_t)kThreads * kCount, beyond = kKept * stride;
+    epmoei_begin_dependent();
+    for (int64_t row = blockIdx.x; row < args.num_tokens; row += gridDim.x) {
+        const int64_t own = (int64_t)threadIdx.x * kCount;
+        held_t<T> held[kHeld];
+        float y[kCount], amax = 0.0f;
+        if constexpr (kKept > 0) {
+#pragma unroll
+            for (int i = 0; i < kKept; i++) {
+                if (own + i * stride >= args.width) continue;
+                rounded_run<T>(y, args, row, own + i * stride);
+                hold<T>(held[i], y);
+                amax = fold_amax(amax, y);
+            }
+        }
+        for (int64_t col = own + beyond; col < args.width; col += stride) {
+            rounded_run<T>(y, args, row, col);
+            amax = fold_amax(amax, y);
+        }
+        const float scale = epmoei_scale_of_amax(block_max(amax));
+        const epmoei_divisor_t divisor = epmoei_divisor(scale);
+        if (threadIdx.x == 0) args.scale[row] = scale;
+        if constexpr (kKept > 0) {
+#pragma unroll
+            for (int i = 0; i < kKept; i++) {
+                if (own + i * stride >= args.width) continue;
+                unhold<T>(y, held[i]);
+                store_codes<true>(args, row, own + i * stride, y, divisor);
+            }
+        }
+        for (int64_t col = own + beyond; col < args.width; col += stride) {
+            rounded_run<T>(y, args, row, col);
+            store_codes<true>(args, row, col, y, divisor);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------- launch */
+
+template <typename T, int kCount> epmoe_status_t launch(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream)
+{
+    const int64_t most_blocks = 16 * (int64_t)epmoei_device_current()->num_sms;
+    const bool rows = args->quant == EPMOE_GRANULARITY_TOKEN;
+    const int64_t groups = args->num_tokens * epmoei_ceil_div(args->width, kGroup);
+    const int64_t work = rows ? args->num_tokens : epmoei_ceil_div(groups, kThreads / kLanes);
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(rows ? silu_rows_kernel<T, kCount> : silu_groups_kernel<T, kCount>,
+                                         (unsigned)epmoei_min64(work, most_blocks), kThreads, 0, stream, *args),
+        "epmoe_silu_and_mul");
+}
+
+template <typename T> epmoe_status_t launch_aligned(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream)
+{
+    const bool aligned =
+        args->width % kRun == 0 && args->x_stride % (16 / (int64_t)sizeof(T)) == 0 && args->y_stride % kRun == 0;
+    return aligned ? launch<T, kRun>(args, stream) : launch<T, 1>(args, stream);
+}
+
+} // namespace
+
+extern "C" epmoe_status_t epmoei_silu_and_mul_quant_sm80(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream)
+{
+    switch (args->dtype) {
+    case EPMOE_BF16: return launch_aligned<__nv_bfloat16>(args, stream);
+    case EPMOE_F16: return launch_aligned<__half>(args, stream);
+    default: return launch_aligned<float>(args, stream);
+    }
+}

@@ -1,0 +1,267 @@
+/* Fused dense ops on a device against the ops in a row, bit for bit: RoPE with the cache write, SwiGLU with E4M3
+ * output. The ops alone are tested against their references by checkcuda. */
+#include "base/dtype.h"
+#include "tests/gpu_testing.h"
+
+#include <criterion/criterion.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+TestSuite(gpu_dense_fused, .timeout = 300);
+
+static const epmoe_dtype_t dtypes[] = {EPMOE_BF16, EPMOE_F16, EPMOE_F32};
+
+/* Random values on the device, the same in both buffers. */
+static void make_twins(testing_rng_t *rng, epmoe_dtype_t dtype, int64_t n, void *twins[2])
+{
+    int64_t bytes = n * epmoe_dtype_size(dtype);
+    void *host = malloc((size_t)bytes + 1);
+    testing_fill_normal(rng, host, dtype, n, 3);
+    for (int i = 0; i < 2; i++) twins[i] = gpu_copy_of(host, bytes);
+    free(host);
+}
+
+static void expect_same(const char *what, const void *a, const void *b, int64_t bytes)
+{
+    void *got = gpu_get_new(a, bytes), *expected = gpu_get_new(b, bytes);
+    cr_assert(gpu_same(what, got, expected, bytes, 1, bytes), "%s", what);
+    cr_assert(gpu_guards_intact(a) && gpu_guards_intact(b), "%s", what);
+    free(got);
+    free(expected);
+}
+
+/* ----------------------------------------------------------------------------------------------- rope_cache_write */
+
+typedef struct shape_t {
+    int32_t tokens, heads, kv_heads, head, rotary, block, pack, gap; /* gap: columns between the rows of qkv */
+    bool mla;                                                        /* keys alone */
+} shape_t;
+
+enum { kPositions = 300 };
+
+static void check_rope_cache(testing_rng_t *rng, const shape_t *s, epmoe_dtype_t dtype, epmoe_cache_layout_t layout,
+                             bool fp8)
+{
+    char what[160];
+    int64_t size = epmoe_dtype_size(dtype), width = (int64_t)(s->heads + 2 * s->kv_heads) * s->head + s->gap;
+    int32_t blocks = (int32_t)epmoei_ceil_div(2 * (int64_t)s->tokens + 1, s->block);
+    int64_t cache_bytes = (int64_t)blocks * s->block * s->kv_heads * s->head * (fp8 ? 1 : size);
+    const epmoe_rope_style_t style = (epmoe_rope_style_t)testing_range(rng, 0, 1);
+    const bool narrow = testing_range(rng, 0, 1);
+    snprintf(what, sizeof what, "T %d heads %d+%d of %d, %d turn, style %d, %s%s, layout %d, gap %d, block %d",
+             s->tokens, s->heads, s->kv_heads, s->head, s->rotary, (int)style, epmoe_dtype_string(dtype),
+             fp8 ? " to e4m3" : "", (int)layout, s->gap, s->block);
+    void *qkv[2], *key[2], *value[2];
+    make_twins(rng, dtype, s->tokens * width, qkv);
+    int64_t *positions = malloc((size_t)s->tokens * 8), *slots = malloc((size_t)s->tokens * 8);
+    for (int32_t t = 0; t < s->tokens; t++) {
+        int64_t position = testing_range(rng, 0, kPositions - 1), slot = t % 5 == 3 ? -1 : 2 * (int64_t)t + t % 2;
+        if (narrow)
+            ((int32_t *)positions)[t] = (int32_t)position, ((int32_t *)slots)[t] = (int32_t)slot;
+        else
+            positions[t] = position, slots[t] = slot;
+    }
+    float *table = malloc((size_t)kPositions * (size_t)s->rotary * 4), scales[] = {0.03f, 0.7f};
+    epmoe_rope_table_args_t made = EPMOE_ROPE_TABLE_ARGS_INIT;
+    made.num_positions = kPositions, made.rotary_dim = s->rotary, made.cos_sin = table;
+    cr_assert_eq(epmoe_rope_table(&made), EPMOE_OK);
+    void *on_device[] = {gpu_copy_of(positions, s->tokens * 8), gpu_copy_of(slots, s->tokens * 8),
+                         gpu_copy_of(table, (int64_t)kPositions * s->rotary * 4), gpu_copy_of(&scales[0], 4),
+                         gpu_copy_of(&scales[1], 4)};
+    for (int i = 0; i < 2; i++) {
+        key[i] = gpu_buffer(cache_bytes, 0), value[i] = gpu_buffer(cache_bytes, 0);
+        epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
+        rope.backend = EPMOE_BACKEND_CUDA, rope.num_tokens = s->tokens;
+        rope.num_heads = s->heads, rope.num_kv_heads = s->kv_heads, rope.head_dim = s->head;
+        rope.rotary_dim = s->rotary, rope.style = style, rope.dtype = dtype;
+        rope.q = qkv[i], rope.q_stride = width;
+        rope.k = (char *)qkv[i] + (int64_t)s->heads * s->head * size, rope.k_stride = width;
+        rope.positions = on_device[0], rope.positions_dtype = narrow ? EPMOE_I32 : EPMOE_I64;
+        rope.cos_sin = on_device[2], rope.num_positions = kPositions;
+        epmoe_cache_write_args_t cache = EPMOE_CACHE_WRITE_ARGS_INIT;
+        cache.backend = EPMOE_BACKEND_CUDA, cache.num_tokens = s->tokens, cache.num_kv_heads = s->kv_heads;
+        cache.head_dim = s->head, cache.num_blocks = blocks, cache.block_size = s->block, cache.layout = layout;
+        cache.key_pack = s->pack, cache.dtype = dtype, cache.cache_dtype = fp8 ? EPMOE_F8_E4M3 : dtype;
+        if (!s->mla) {
+            cache.value = (char *)rope.k + (int64_t)s->kv_heads * s->head * size, cache.value_stride = width;
+            cache.value_cache = value[i];
+        }
+        cache.slots = on_device[1], cache.slots_dtype = rope.positions_dtype;
+        cache.key_cache = key[i];
+        if (fp8) cache.k_scale = on_device[3], cache.v_scale = on_device[4];
+        if (i == 0) {
+            cr_assert_eq(epmoe_rope(&rope, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+            cache.key = rope.k, cache.key_stride = width;
+            cr_assert_eq(epmoe_cache_write(&cache, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+        } else {
+            cr_assert_eq(epmoe_rope_cache_write(&rope, &cache, gpu_stream()), EPMOE_OK, "%s: %s", what,
+                         epmoe_last_error());
+        }
+        cr_assert(gpu_wait());
+    }
+    expect_same(what, qkv[1], qkv[0], s->tokens * width * size);
+    expect_same(what, key[1], key[0], cache_bytes);
+    expect_same(what, value[1], value[0], cache_bytes);
+    for (int i = 0; i < 2; i++) gpu_buffer_free(qkv[i]), gpu_buffer_free(key[i]), gpu_buffer_free(value[i]);
+    for (int i = 0; i < 5; i++) gpu_buffer_free(on_device[i]);
+    free(positions);
+    free(slots);
+    free(table);
+}
+
+/* Heads whose rows and halves are whole vectors, and others. */
+Test(gpu_dense_fused, rope_and_cache_write)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    testing_rng_t rng = testing_rng(testing_seed());
+    static const shape_t shapes[] = {
+        {1, 32, 8, 128, 128, 16, 0, 0, false},    {16, 64, 8, 64, 64, 16, 0, 0, false},
+        {65, 12, 4, 128, 64, 16, 0, 0, false},    {33, 8, 8, 96, 96, 7, 0, 8, false},
+        {10, 4, 2, 80, 32, 16, 0, 0, false},      {9, 2, 1, 256, 256, 32, 0, 0, false},
+        {21, 8, 4, 24, 12, 5, 4, 0, false},       {40, 8, 8, 16, 6, 3, 8, 0, false},
+        {2, 1, 1, 1024, 1024, 4, 0, 0, false},    {300, 8, 2, 128, 128, 16, 0, 0, true},
+        {4096, 32, 4, 128, 128, 16, 0, 0, false},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+        for (int32_t d = 0; d < 3; d++)
+            for (int32_t layout = 0; layout < 3; layout++)
+                for (int32_t fp8 = 0; fp8 < 2; fp8++)
+                    check_rope_cache(&rng, &shapes[i], dtypes[d], (epmoe_cache_layout_t)layout, fp8);
+}
+
+/* --------------------------------------------------------------------------------------------- SwiGLU with E4M3 */
+
+static void check_silu(testing_rng_t *rng, int32_t tokens, int32_t width, epmoe_dtype_t dtype,
+                       epmoe_granularity_t quant, bool strided)
+{
+    char what[128];
+    epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+    args.backend = EPMOE_BACKEND_CUDA, args.num_tokens = tokens, args.width = width, args.dtype = dtype;
+    args.activation = (epmoe_activation_t)testing_range(rng, 0, 3);
+    args.limit = testing_range(rng, 0, 1) ? 2.5f : 0;
+    args.x_stride = 2 * (int64_t)width + (strided ? 8 : 0);
+    int64_t codes_stride = width + (strided ? 16 : 0), n = tokens * args.x_stride, size = epmoe_dtype_size(dtype);
+    int64_t scales = quant == EPMOE_GRANULARITY_TENSOR  ? 1
+                     : quant == EPMOE_GRANULARITY_TOKEN ? tokens
+                                                        : tokens * epmoei_ceil_div(width, 128);
+    snprintf(what, sizeof what, "T %d d %d %s, quant %d, activation %d, strided %d", tokens, width,
+             epmoe_dtype_string(dtype), (int)quant, (int)args.activation, strided);
+    char *host = malloc((size_t)(n * size));
+    testing_fill_normal(rng, host, dtype, n, 5);
+    epmoei_store(host, dtype, testing_range(rng, 0, width - 1), NAN);
+    if (tokens > 1) epmoei_store(host, dtype, args.x_stride, INFINITY);
+    if (tokens > 2) memset(host + 2 * args.x_stride * size, 0, (size_t)(args.x_stride * size));
+    const float given = 0.0123f;
+    void *x = gpu_copy_of(host, n * size), *rows = gpu_buffer((int64_t)tokens * width * size, 0);
+    void *codes = gpu_buffer((int64_t)tokens * width, 0), *fused = gpu_buffer(tokens * codes_stride, 0);
+    void *scale = gpu_buffer(scales * 4, 0), *fused_scale = gpu_buffer(scales * 4, 0), *fixed = gpu_copy_of(&given, 4);
+    args.x = x, args.y = rows;
+    cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    epmoe_quantize_fp8_args_t quantize = EPMOE_QUANTIZE_FP8_ARGS_INIT;
+    quantize.backend = EPMOE_BACKEND_CUDA, quantize.num_tokens = tokens, quantize.hidden = width;
+    quantize.dtype = dtype, quantize.granularity = quant, quantize.x = rows, quantize.q = codes, quantize.scale = scale;
+    if (quant == EPMOE_GRANULARITY_TENSOR) quantize.static_scale = args.static_scale = fixed;
+    cr_assert_eq(epmoe_quantize_fp8(&quantize, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    args.quant = quant, args.y = fused, args.y_stride = codes_stride;
+    args.scale = quant == EPMOE_GRANULARITY_TENSOR ? NULL : fused_scale;
+    cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    cr_assert(gpu_wait());
+    uint8_t *got = gpu_get_new(fused, tokens * codes_stride), *expected = gpu_get_new(codes, (int64_t)tokens * width);
+    for (int64_t t = 0; t < tokens; t++)
+        cr_assert(gpu_same(what, got + t * codes_stride, expected + t * width, width, 1, width), "%s: row %lld", what,
+                  (long long)t);
+    if (args.scale) expect_same(what, fused_scale, scale, scales * 4);
+    cr_assert(gpu_guards_intact(fused));
+    free(got), free(expected), free(host);
+    void *const all[] = {x, rows, codes, fused, scale, fused_scale, fixed};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) gpu_buffer_free(all[i]);
+}
+
+Test(gpu_dense_fused, silu_and_quantisation)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    testing_rng_t rng = testing_rng(testing_seed());
+    const int32_t widths[] = {1, 12, 128, 129, 352, 704, 1234, 3420, 8192, 14336}, tokens[] = {1, 3, 64, 1025};
+    for (size_t w = 0; w < sizeof widths / sizeof widths[0]; w++)
+        for (size_t t = 0; t < sizeof tokens / sizeof tokens[0]; t++)
+            for (int32_t i = 0; i < 9; i++)
+                check_silu(&rng, tokens[t], widths[w], dtypes[i % 3], (epmoe_granularity_t)(1 + i / 3),
+                           testing_range(&rng, 0, 1));
+}
+
+/* Rows of x and y that lie 2^31 elements apart, and blocks of a cache. At position 0 nothing turns. */
+Test(gpu_dense_fused, offsets_beyond_2_31)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    enum { kWidth = 1024, kHead = 64 };
+    const int64_t stride = (1ll << 31) + 64;
+    testing_rng_t rng = testing_rng(testing_seed());
+    static uint16_t rows[2 * 2 * kWidth];
+    uint8_t near[2 * kWidth], far[kWidth];
+    float near_scale[16], far_scale[16];
+    testing_fill_normal(&rng, rows, EPMOE_BF16, 4 * kWidth, 2);
+    char *wide = gpu_buffer(2 * (stride + 2 * kWidth), 0), *codes = gpu_buffer(stride + kWidth, 0);
+    void *x = gpu_copy_of(rows, sizeof rows), *y = gpu_buffer(2 * kWidth, 0), *scale = gpu_buffer(64, 0);
+    gpu_put(wide, rows, 4 * kWidth), gpu_put(wide + 2 * stride, rows + 2 * kWidth, 4 * kWidth);
+    for (int quant = EPMOE_GRANULARITY_TOKEN; quant <= EPMOE_GRANULARITY_BLOCK128; quant++) {
+        epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+        args.backend = EPMOE_BACKEND_CUDA, args.num_tokens = 2, args.width = kWidth, args.dtype = EPMOE_BF16;
+        args.quant = (epmoe_granularity_t)quant, args.scale = scale;
+        int64_t scales = quant == EPMOE_GRANULARITY_TOKEN ? 2 : 16;
+        args.x = x, args.y = y;
+        cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+        gpu_get(near, y, sizeof near), gpu_get(near_scale, scale, scales * 4);
+        args.x = wide, args.y = codes, args.x_stride = args.y_stride = stride;
+        cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+        gpu_get(far_scale, scale, scales * 4);
+        cr_assert_eq(memcmp(near_scale, far_scale, (size_t)scales * 4), 0);
+        for (int t = 0; t < 2; t++) {
+            gpu_get(far, codes + t * stride, kWidth);
+            cr_assert(gpu_same("codes", far, near + t * kWidth, kWidth, 1, kWidth));
+        }
+    }
+    /* The same memory as two blocks of one head and one slot each. */
+    const int64_t zero_position[2] = {0, 0}, slots[2] = {1, 0};
+    float turn[kHead];
+    for (int i = 0; i < kHead; i++) turn[i] = i < kHead / 2;
+    void *positions = gpu_copy_of(zero_position, 16), *places = gpu_copy_of(slots, 16),
+         *angles = gpu_copy_of(turn, sizeof turn);
+    epmoe_rope_args_t rope = EPMOE_ROPE_ARGS_INIT;
+    epmoe_cache_write_args_t cache = EPMOE_CACHE_WRITE_ARGS_INIT;
+    rope.backend = cache.backend = EPMOE_BACKEND_CUDA, rope.num_tokens = cache.num_tokens = 2;
+    rope.num_heads = rope.num_kv_heads = cache.num_kv_heads = 1, rope.head_dim = cache.head_dim = kHead;
+    rope.dtype = cache.dtype = EPMOE_BF16, rope.q = x, rope.k = (char *)x + 2 * kHead, rope.q_stride = kWidth;
+    rope.k_stride = kWidth, rope.positions = positions, rope.cos_sin = angles, rope.num_positions = 1;
+    cache.num_blocks = 2, cache.block_size = 1, cache.layout = EPMOE_CACHE_LAYOUT_NHD, cache.slots = places;
+    cache.key_cache = wide, cache.key_block_stride = stride, cache.value = (char *)x + 4 * kHead;
+    cache.value_stride = kWidth, cache.value_cache = wide + 4 * kHead, cache.value_block_stride = stride;
+    cr_assert_eq(epmoe_rope_cache_write(&rope, &cache, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(gpu_wait());
+    for (int t = 0; t < 2; t++) {
+        uint16_t got[kHead];
+        const char *block = wide + 2 * stride * slots[t];
+        gpu_get(got, block, sizeof got);
+        cr_assert(gpu_same("keys", got, rows + t * kWidth + kHead, kHead, 2, kHead));
+        gpu_get(got, block + 4 * kHead, sizeof got);
+        cr_assert(gpu_same("values", got, rows + t * kWidth + 2 * kHead, kHead, 2, kHead));
+    }
+    void *const all[] = {wide, codes, x, y, scale, positions, places, angles};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) gpu_buffer_free(all[i]);
+}
+
+/* What the device cannot take is refused by name, and nothing is written. */
+Test(gpu_dense_fused, misaligned)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT;
+    char *x = gpu_buffer(4096, 0), *y = gpu_buffer(4096, 0), *scale = gpu_buffer(64, 0);
+    args.backend = EPMOE_BACKEND_CUDA, args.num_tokens = 2, args.width = 128, args.dtype = EPMOE_BF16;
+    args.quant = EPMOE_GRANULARITY_TOKEN;
+    args.x = x, args.y = y + 8, args.scale = (float *)scale;
+    cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_ERROR_INVALID_ARGUMENT);
+    args.y = y, args.scale = (float *)(scale + 2);
+    cr_assert_eq(epmoe_silu_and_mul(&args, gpu_stream()), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(gpu_wait() && gpu_is_poison(y, 0, 4096) && gpu_is_poison(scale, 0, 64));
+    gpu_buffer_free(x), gpu_buffer_free(y), gpu_buffer_free(scale);
+}
