@@ -95,7 +95,8 @@ static epmoe_status_t measure_empty_graph(ceilings_t *ceilings, const program_t 
 typedef struct gemm_t {
     cublasLtHandle_t handle;
     cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t layout; /* of all three: square */
+    cublasLtMatrixLayout_t layout;   /* of a and b: square */
+    cublasLtMatrixLayout_t y_layout; /* of a 16-bit type */
     cublasLtMatmulAlgo_t algorithm;
     void *a, *b, *y, *workspace;
 } gemm_t;
@@ -117,8 +118,8 @@ static epmoe_status_t choose_algorithm(gemm_t *gemm)
     cublasStatus_t error = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                                 &workspace, sizeof workspace);
     if (error == CUBLAS_STATUS_SUCCESS)
-        error = cublasLtMatmulAlgoGetHeuristic(gemm->handle, gemm->product, gemm->layout, gemm->layout, gemm->layout,
-                                               gemm->layout, preference, 1, &result, &found);
+        error = cublasLtMatmulAlgoGetHeuristic(gemm->handle, gemm->product, gemm->layout, gemm->layout, gemm->y_layout,
+                                               gemm->y_layout, preference, 1, &result, &found);
     cublasLtMatmulPreferenceDestroy(preference);
     CHECK_CUBLAS(error);
     if (!found) return epmoei_fail(EPMOE_ERROR_CUDA, "cuBLASLt has no product of %d cubed", GEMM_SIZE);
@@ -126,21 +127,55 @@ static epmoe_status_t choose_algorithm(gemm_t *gemm)
     return EPMOE_OK;
 }
 
-/* y = a b^T of row-major matrices, as the layer multiplies. */
+/* make_random, also of E4M3: bf16 ones, quantised. */
+static epmoe_status_t make_operand(const cuda_t *cuda, void **data, epmoe_dtype_t dtype, int32_t stream)
+{
+    epmoe_status_t status;
+    int64_t count = (int64_t)GEMM_SIZE * GEMM_SIZE;
+    if (dtype != EPMOE_F8_E4M3) return make_random(cuda, data, dtype, count, stream);
+    epmoe_quantize_fp8_args_t quantise = EPMOE_QUANTIZE_FP8_ARGS_INIT;
+    void *values = NULL, *scales = NULL;
+    EPMOEI_CHECK_GOTO(make_random(cuda, &values, EPMOE_BF16, count, stream), done);
+    EPMOEI_CHECK_GOTO(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &scales, GEMM_SIZE * 4, "the ceilings"), done);
+    EPMOEI_CHECK_GOTO(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, data, count, "the ceilings"), done);
+    quantise.backend = EPMOE_BACKEND_CUDA;
+    quantise.num_tokens = quantise.hidden = GEMM_SIZE;
+    quantise.dtype = EPMOE_BF16;
+    quantise.granularity = EPMOE_GRANULARITY_TOKEN;
+    quantise.x = values;
+    quantise.q = *data;
+    quantise.scale = scales;
+    EPMOEI_CHECK_GOTO(epmoe_quantize_fp8(&quantise, cuda->stream), done);
+    EPMOEI_CHECK_GOTO(epmoei_stream_wait(EPMOE_BACKEND_CUDA, cuda->stream), done);
+done:
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, values);
+    epmoei_memory_free(EPMOE_BACKEND_CUDA, scales);
+    return status;
+}
+
+/* y = a b^T of row-major matrices, as the layer multiplies. E4M3 with the sums that the tensor cores make themselves.
+ */
 static epmoe_status_t make_gemm(gemm_t *gemm, const cuda_t *cuda, epmoe_dtype_t dtype)
 {
-    cudaDataType_t type = dtype == EPMOE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+    bool fp8 = dtype == EPMOE_F8_E4M3;
+    epmoe_dtype_t y_dtype = fp8 ? EPMOE_BF16 : dtype;
+    cudaDataType_t y_type = y_dtype == EPMOE_BF16 ? CUDA_R_16BF : CUDA_R_16F, type = fp8 ? CUDA_R_8F_E4M3 : y_type;
     cublasOperation_t transposed = CUBLAS_OP_T;
+    int8_t fast = 1;
     int64_t count = (int64_t)GEMM_SIZE * GEMM_SIZE;
     CHECK_CUBLAS(cublasLtCreate(&gemm->handle));
     CHECK_CUBLAS(cublasLtMatmulDescCreate(&gemm->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     CHECK_CUBLAS(
         cublasLtMatmulDescSetAttribute(gemm->product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed));
+    if (fp8)
+        CHECK_CUBLAS(
+            cublasLtMatmulDescSetAttribute(gemm->product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast));
     CHECK_CUBLAS(cublasLtMatrixLayoutCreate(&gemm->layout, type, GEMM_SIZE, GEMM_SIZE, GEMM_SIZE));
+    CHECK_CUBLAS(cublasLtMatrixLayoutCreate(&gemm->y_layout, y_type, GEMM_SIZE, GEMM_SIZE, GEMM_SIZE));
     EPMOEI_CHECK(choose_algorithm(gemm));
-    EPMOEI_CHECK(make_random(cuda, &gemm->a, dtype, count, 1));
-    EPMOEI_CHECK(make_random(cuda, &gemm->b, dtype, count, 2));
-    EPMOEI_CHECK(make_random(cuda, &gemm->y, dtype, count, 3));
+    EPMOEI_CHECK(make_operand(cuda, &gemm->a, dtype, 1));
+    EPMOEI_CHECK(make_operand(cuda, &gemm->b, dtype, 2));
+    EPMOEI_CHECK(make_random(cuda, &gemm->y, y_dtype, count, 3));
     return epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &gemm->workspace, WORKSPACE_BYTES, "cuBLASLt");
 }
 
@@ -151,6 +186,7 @@ static void free_gemm(gemm_t *gemm)
     epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->y);
     epmoei_memory_free(EPMOE_BACKEND_CUDA, gemm->workspace);
     if (gemm->layout) cublasLtMatrixLayoutDestroy(gemm->layout);
+    if (gemm->y_layout) cublasLtMatrixLayoutDestroy(gemm->y_layout);
     if (gemm->product) cublasLtMatmulDescDestroy(gemm->product);
     if (gemm->handle) cublasLtDestroy(gemm->handle);
 }
@@ -161,7 +197,7 @@ static epmoe_status_t run_gemm(void *ctx, epmoe_stream_t stream, void *const *ev
     const float one = 1, zero = 0;
     (void)events;
     CHECK_CUBLAS(cublasLtMatmul(gemm->handle, gemm->product, &one, gemm->a, gemm->layout, gemm->b, gemm->layout, &zero,
-                                gemm->y, gemm->layout, gemm->y, gemm->layout, &gemm->algorithm, gemm->workspace,
+                                gemm->y, gemm->y_layout, gemm->y, gemm->y_layout, &gemm->algorithm, gemm->workspace,
                                 (size_t)WORKSPACE_BYTES, stream));
     return EPMOE_OK;
 }

@@ -7,6 +7,7 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "kernels/kernel_table.h"
 #include "moe/layer.h"
 
 #include <math.h>
@@ -201,6 +202,15 @@ static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
     return EPMOE_OK;
 }
 
+/* What the layer multiplies in. */
+static epmoe_dtype_t product_dtype(const bench_t *bench)
+{
+    const epmoe_layer_config_t *config = &bench->config;
+    bool fp8 = bench->backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 && !bench->options->op &&
+               config->weight_format == EPMOE_FORMAT_FP8_BLOCK && config->fp8_activations >= 0;
+    return fp8 ? EPMOE_F8_E4M3 : bench->options->dtype;
+}
+
 static epmoe_status_t make_barrier(bench_t *bench)
 {
     epmoe_ep_config_t nothing = EPMOE_EP_CONFIG_INIT;
@@ -237,7 +247,8 @@ static int work(program_t *program, const options_t *options)
     EPMOEI_CHECK_GOTO(choose_graph(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, cuda ? cuda_create(&bench.cuda) : EPMOE_OK), done);
-    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, options->dtype), done);
+    EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, product_dtype(&bench)),
+                      done);
     EPMOEI_CHECK_GOTO(make_barrier(&bench), done);
     EPMOEI_CHECK_GOTO(run(&bench, &wrong), done);
 done:

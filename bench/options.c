@@ -80,7 +80,7 @@ static const char k_help[] =
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
     "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
-    "  --act A                  of fp8 weights: fp8 = activations are quantised too, on the CPU; default none\n"
+    "  --act A                  of fp8 weights: fp8 = activations are quantised too, none; default what is faster\n"
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"

@@ -23,7 +23,7 @@ typedef struct options_t {
     int32_t comm_sms;                          /* 0: all */
     epmoe_dtype_t dtype;
     epmoe_format_t weight_format; /* of random weights; NONE: that of dtype */
-    int32_t fp8_activations;      /* 1, or -1 and 0 for none */
+    int32_t fp8_activations;      /* 0: the layer chooses */
     bool decoder;
     int32_t context; /* of each sequence of a decode step; 0: prefill */
     routing_kind_t routing;

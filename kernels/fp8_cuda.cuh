@@ -1,4 +1,5 @@
-/* E4M3 on devices, with the bits of base/fp8.h: codes, scales, and quotients that are about to become codes. */
+/* E4M3 on devices, with the bits of base/fp8.h and kernels/quantize_fp8.c: codes, scales, and quotients that are about
+ * to become codes. */
 #ifndef EPMOEI_FP8_CUDA_CUH
 #define EPMOEI_FP8_CUDA_CUH
 
@@ -70,6 +71,15 @@ template <int kCount> __device__ __forceinline__ void epmoei_store_e4m3(uint8_t 
 __device__ __forceinline__ float epmoei_scale_of_amax(float amax)
 {
     return fmaxf(__fdiv_rn(fminf(amax, 3.402823466e38f), 448.0f), 1.175494351e-38f);
+}
+
+/* The next power of two. The quotient of a float and 448 is one in double precision only where it is one. */
+__device__ __forceinline__ float epmoei_pow2_scale_of_amax(float amax)
+{
+    const double exact = __ddiv_rn((double)fminf(amax, 3.402823466e38f), 448.0);
+    const long long bits = __double_as_longlong(exact > 0x1p-126 ? exact : 0x1p-126);
+    const int exponent = (int)(bits >> 52) - 1023 + ((bits & 0xFFFFFFFFFFFFFll) != 0);
+    return __uint_as_float((uint32_t)(exponent + 127) << 23);
 }
 
 /* A divisor of many values, which are multiplied by `factor` first: value * factor lies between 2^-60 and 2^60, where

@@ -52,6 +52,7 @@ struct epilogue_t {
     int32_t expert;
     int32_t col;   /* first output of this warpgroup */
     int32_t group; /* 0 or 1 */
+    bool gated;
     int32_t tid;   /* in the warpgroup */
     float bias[2]; /* gated: gate and up; plain: of weight row lane/4 of this warp's 16 and of the one 8 below */
 };
@@ -152,19 +153,24 @@ __device__ __forceinline__ void store_parts(const gemm_params_t &p, const epilog
     }
 }
 
-/* The accumulators of 32 tokens plus the bias of their row. Registers cannot be indexed, and unrolled the epilogue
- * would be more code than the instruction cache holds: a part of it costs more to fetch than to run. So this is all
- * there is of each part. */
 constexpr int kSelectTokens = 32;
-template <int kRegisters>
-__device__ __forceinline__ void select_part(float (&part)[16], const float (&acc)[kRegisters], int index,
-                                            const float (&bias)[2])
+
+/* A tile's outputs that its warpgroup has finished and not yet given to its storer: eight registers of pairs for each
+ * part. They are given away while the tensor cores are in the next tile. */
+template <int kMaxN> struct finished_t {
+    uint32_t packed[kMaxN / 4];
+    int32_t next; /* part */
+    int32_t parts;
+};
+
+/* Registers cannot be indexed. */
+template <int kMaxN> __device__ __forceinline__ void select_part(uint32_t (&part)[2][4], const finished_t<kMaxN> &done)
 {
-    switch (index) {
+    switch (done.next) {
 #define PART(n)                                                                                                        \
     case n:                                                                                                            \
-        if constexpr (16 * n < kRegisters) {                                                                           \
-            _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i] + bias[i / 2 % 2];                \
+        if constexpr (32 * n < kMaxN) {                                                                                \
+            _Pragma("unroll") for (int i = 0; i < 8; i++) part[i / 4][i % 4] = done.packed[8 * n + i];                 \
         }                                                                                                              \
         break
         PART(0);
@@ -179,72 +185,117 @@ __device__ __forceinline__ void select_part(float (&part)[16], const float (&acc
     }
 }
 
-/* 32 outputs a token. kPlainSilu: without clamp and weights. */
-template <typename T, bool kPlainSilu, int kRegisters>
-__device__ __forceinline__ void stage_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
-                                            ring_t &parts)
+/* The next part into staging, whose turn has come. */
+template <int kMaxN>
+__device__ __forceinline__ void give_part(const epilogue_t &e, finished_t<kMaxN> &done, ring_t &parts)
 {
     const int lane = e.tid % 32, warp = e.tid / 32;
-    const sigmoid_family_t family = sigmoid_family(p);
-    const float no_bias[2] = {0.0f, 0.0f};
-#pragma unroll 1
-    for (int first = 0; first < e.num_rows; first += kPartRows<4>, parts.advance(kStagingParts)) {
-        const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
-        wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
-#pragma unroll 1
-        for (int token = first; token < min(first + kPartRows<4>, e.num_rows); token += kSelectTokens) {
-            float part[16];
-            uint32_t packed[4];
-            select_part(part, acc, token / kSelectTokens, kPlainSilu ? e.bias : no_bias);
+    const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
+    uint32_t part[2][4];
+    select_part(part, done);
 #pragma unroll
-            for (int b = 0; b < 4; b++) {
-                const float *v = part + 4 * b;
-                if constexpr (kPlainSilu) {
-                    packed[b] = pack_pair(plain_silu(v[0], v[2]), plain_silu(v[1], v[3]), T());
-                } else {
-                    /* x and y: in and out of the first token; z and w of the second. */
-                    const float4 scale = *(const float4 *)(e.scales + token + 8 * b + 2 * (lane % 4));
-                    packed[b] = pack_pair(
-                        scale.y * sigmoid_gate(family, v[0] * scale.x + e.bias[0], v[2] * scale.x + e.bias[1]),
-                        scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
-                }
-            }
-            ptx_stmatrix_x4_trans(staging + staged_offset<4>(token - first + lane, warp), packed);
-        }
-        ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->full[parts.stage]));
+    for (int i = 0; i < 2; i++) {
+        const int offset = e.gated ? staged_offset<4>(32 * i + lane, warp)
+                                   : staged_offset<8>(16 * i + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+        ptx_stmatrix_x4_trans(staging + offset, part[i]);
+    }
+    ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->full[parts.stage]));
+    parts.advance(kStagingParts);
+    done.next++;
+}
+
+/* Between two steps of a product: one part, if there is one and the storer has room. */
+template <int kMaxN>
+__device__ __forceinline__ void offer_part(const epilogue_t &e, finished_t<kMaxN> &done, ring_t &parts)
+{
+    if (done.next < done.parts &&
+        ptx_mbarrier_try_wait(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1))
+        give_part(e, done, parts);
+}
+
+template <int kMaxN>
+__device__ __forceinline__ void give_all(const epilogue_t &e, finished_t<kMaxN> &done, ring_t &parts)
+{
+#pragma unroll 1
+    while (done.next < done.parts) {
+        wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
+        give_part(e, done, parts);
     }
 }
 
-/* 64 outputs a token. */
-template <typename T, int kRegisters>
-__device__ __forceinline__ void stage_plain(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
-                                            ring_t &parts)
+/* 32 outputs a token. kPlainSilu: without clamp and weights. */
+template <typename T, bool kPlainSilu, int kMaxN, int kRegisters>
+__device__ __forceinline__ void pack_gated(const gemm_params_t &p, const epilogue_t &e, const float (&acc)[kRegisters],
+                                           finished_t<kMaxN> &done)
 {
-    static_assert(kPartRows<8> == kSelectTokens, "one selection fills a part");
-    const int lane = e.tid % 32, warp = e.tid / 32;
-#pragma unroll 1
-    for (int token = 0; token < e.num_rows; token += kSelectTokens, parts.advance(kStagingParts)) {
-        const uint32_t staging = ptx_shared_address(e.staging) + parts.stage * kStagingPartBytes;
-        float part[16];
-        select_part(part, acc, token / kSelectTokens, e.bias);
-        uint32_t packed[2][4];
+    const int lane = e.tid % 32;
+    const sigmoid_family_t family = sigmoid_family(p);
+#pragma unroll
+    for (int token = 0; token < kMaxN; token += kSelectTokens) {
+        if (token >= e.num_rows) break;
+#pragma unroll
+        for (int b = token / 8; b < token / 8 + 4; b++) {
+            const float *v = acc + 4 * b;
+            if constexpr (kPlainSilu) {
+                done.packed[b] = pack_pair(plain_silu(v[0] + e.bias[0], v[2] + e.bias[1]),
+                                           plain_silu(v[1] + e.bias[0], v[3] + e.bias[1]), T());
+            } else {
+                /* x and y: in and out of the first token; z and w of the second. */
+                const float4 scale = *(const float4 *)(e.scales + 8 * b + 2 * (lane % 4));
+                done.packed[b] = pack_pair(
+                    scale.y * sigmoid_gate(family, v[0] * scale.x + e.bias[0], v[2] * scale.x + e.bias[1]),
+                    scale.w * sigmoid_gate(family, v[1] * scale.z + e.bias[0], v[3] * scale.z + e.bias[1]), T());
+            }
+        }
+    }
+    done.next = 0;
+    done.parts = (e.num_rows + kPartRows<4> - 1) / kPartRows<4>;
+}
+
+/* 64 outputs a token. */
+template <typename T, int kMaxN, int kRegisters>
+__device__ __forceinline__ void pack_plain(const epilogue_t &e, const float (&acc)[kRegisters], finished_t<kMaxN> &done)
+{
+    static_assert(kPartRows<8> == kSelectTokens, "eight registers are a part");
+    const int lane = e.tid % 32;
+#pragma unroll
+    for (int token = 0; token < kMaxN; token += kSelectTokens) {
+        if (token >= e.num_rows) break;
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             /* y and w: the weights of two tokens. */
             const float4 scale = *(const float4 *)(e.scales + token + 8 * block + 2 * (lane % 4));
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float *v = part + 4 * block + 2 * half;
-                packed[block / 2][block % 2 * 2 + half] = pack_pair(v[0] * scale.y, v[1] * scale.w, T());
+                const float *v = acc + token / 2 + 4 * block + 2 * half;
+                done.packed[token / 4 + block / 2 * 4 + block % 2 * 2 + half] =
+                    pack_pair((v[0] + e.bias[half]) * scale.y, (v[1] + e.bias[half]) * scale.w, T());
             }
         }
-        wait_barrier(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++)
-            ptx_stmatrix_x4_trans(staging +
-                                      staged_offset<8>(16 * pair + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                                  packed[pair]);
-        ptx_mbarrier_arrive(ptx_shared_address(&e.barriers->full[parts.stage]));
+    }
+    done.next = 0;
+    done.parts = (e.num_rows + kPartRows<8> - 1) / kPartRows<8>;
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void select_accumulators(float (&part)[16], const float (&acc)[kRegisters], int index)
+{
+    switch (index) {
+#define PART(n)                                                                                                        \
+    case n:                                                                                                            \
+        if constexpr (16 * n < kRegisters) {                                                                           \
+            _Pragma("unroll") for (int i = 0; i < 16; i++) part[i] = acc[16 * n + i];                                  \
+        }                                                                                                              \
+        break
+        PART(0);
+        PART(1);
+        PART(2);
+        PART(3);
+        PART(4);
+        PART(5);
+        PART(6);
+    default: PART(7);
+#undef PART
     }
 }
 
@@ -256,12 +307,11 @@ __device__ __forceinline__ void store_any(const gemm_params_t &p, const epilogue
     const int lane = e.tid % 32, warp = e.tid / 32;
     float *staging = (float *)e.staging; /* [kTokens][64], blocks of 8 swizzled by the token */
     const float *bias = p.bias ? p.bias + (int64_t)e.expert * p.n : nullptr;
-    const float no_bias[2] = {0.0f, 0.0f}; /* gemm_finish adds it */
     const int cols = p.gated ? 32 : 64;
 #pragma unroll 1
     for (int chunk = 0; chunk * kTokens < e.num_rows; chunk++) {
         float part[16];
-        select_part(part, acc, chunk, no_bias);
+        select_accumulators(part, acc, chunk);
         warpgroup_barrier(e.group);
 #pragma unroll
         for (int b = 0; b < kTokens / 8; b++)
@@ -315,16 +365,18 @@ inline epilogue_way_t epilogue_way(const epmoe_grouped_gemm_args_t *args)
     return args->activation == EPMOE_ACTIVATION_NONE && !args->weight_on_input ? WAY_PLAIN : WAY_ANY;
 }
 
-/* What a tile's warpgroup does with its accumulators. */
-template <typename T, int kRegisters>
+/* What a tile's warpgroup does with its accumulators: done gets what is to be given to the storer. */
+template <typename T, bool kAny, int kMaxN, int kRegisters>
 __device__ __forceinline__ void finish_tile(const gemm_params_t &p, int32_t way, const epilogue_t &e,
-                                            const float (&acc)[kRegisters], ring_t &parts)
+                                            const float (&acc)[kRegisters], finished_t<kMaxN> &done)
 {
+    done = {};
     switch (way) {
-    case WAY_PLAIN: stage_plain<T>(p, e, acc, parts); break;
-    case WAY_GATED: stage_gated<T, false>(p, e, acc, parts); break;
-    case WAY_PLAIN_SILU: stage_gated<T, true>(p, e, acc, parts); break;
-    default: store_any(p, e, acc);
+    case WAY_PLAIN: pack_plain<T>(e, acc, done); break;
+    case WAY_GATED: pack_gated<T, false>(p, e, acc, done); break;
+    case WAY_PLAIN_SILU: pack_gated<T, true>(p, e, acc, done); break;
+    default:
+        if constexpr (kAny) store_any(p, e, acc);
     }
 }
 

@@ -10,28 +10,32 @@ namespace
 
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
-constexpr int kMostStages = 8;
+constexpr int kMostStages = 10;
+constexpr int kNotes = 3;                /* tiles that are noted: one is stored, one is multiplied, one is looked up */
 constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t way;     /* epilogue_way_t */
-    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
-    int32_t ordered; /* experts by the width of their tiles instead of by number */
+    int32_t max_n;      /* most tokens of a tile: a multiple of 32 */
+    int32_t ring_bytes; /* of all stages */
+    int32_t way;        /* epilogue_way_t */
+    int32_t cluster;    /* blocks that share their tokens: 1 or 2 */
+    int32_t ordered;    /* experts by the width of their tiles instead of by number */
 };
 
-typedef pipeline_barriers_t<kMostStages> barriers_t;
+typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
 
-/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
+/* The tokens of a stage lie behind its weights. */
+__host__ __device__ constexpr int32_t stage_bytes(int32_t width) { return kWeightBytes + width * kBlockK * 2; }
+
+/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of kNotes tiles, barriers, tile list. */
 struct shared_layout {
     int32_t staging, notes, notes_bytes, barriers, cumulative;
     __host__ __device__ explicit shared_layout(const pipeline_t &l)
     {
-        staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
+        staging = l.ring_bytes;
         notes = staging + 2 * kStagingBytes;
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
-        barriers = notes + 2 * notes_bytes;
+        barriers = notes + kNotes * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
     }
 };
@@ -97,7 +101,6 @@ struct block_t {
     pipeline_t line;
     char *shared;
     uint32_t base; /* of the stages */
-    int32_t stage_bytes;
     char *notes;
     int32_t notes_bytes;
     barriers_t *barriers;
@@ -147,6 +150,65 @@ struct walk_t {
         if (++step < b.k_steps) return true;
         index += b.tile_step;
         return enter(p, b);
+    }
+};
+
+/* The next stage of the ring. Both sides of it know the tiles, and so where the stages lie: one behind the other, from
+ * the start again when the next one does not fit. */
+struct stage_t {
+    int32_t at; /* bytes */
+    int32_t index;
+    uint32_t parity;
+
+    __device__ __forceinline__ void fit(const block_t &b, int32_t bytes)
+    {
+        if (at + bytes > b.line.ring_bytes) at = 0;
+    }
+    __device__ __forceinline__ void advance(int32_t bytes)
+    {
+        at += bytes;
+        if (++index == kMostStages) index = 0, parity ^= 1;
+    }
+};
+
+/* The producer's side of the ring. */
+struct supply_t {
+    stage_t next;
+    stage_t oldest; /* that consumers may still read */
+    int32_t taken;  /* stages from oldest to next */
+
+    /* In the first round, when nothing is free again. */
+    __device__ __forceinline__ bool has_room(const block_t &b, int32_t bytes) const
+    {
+        return taken < kMostStages && next.at + bytes <= b.line.ring_bytes;
+    }
+    __device__ __forceinline__ void reclaim(const block_t &b)
+    {
+        wait_barrier(ptx_shared_address(&b.barriers->empty[oldest.index]), oldest.parity);
+        oldest.advance(0);
+        taken--;
+    }
+    __device__ __forceinline__ bool oldest_within(const block_t &b, int32_t begin, int32_t end) const
+    {
+        const int32_t at = b.barriers->begins[oldest.index];
+        return taken > 0 && at >= begin && at < end;
+    }
+    /* Until consumers have left the place of the next stage. Stages are in the order of their places, so that the
+     * oldest is the first one in the way. */
+    __device__ __forceinline__ void make_room(const block_t &b, int32_t bytes)
+    {
+        if (taken == kMostStages) reclaim(b);
+        if (next.at + bytes > b.line.ring_bytes) {
+            while (oldest_within(b, next.at, b.line.ring_bytes)) reclaim(b);
+            next.at = 0;
+        }
+        while (oldest_within(b, next.at, next.at + bytes)) reclaim(b);
+    }
+    __device__ __forceinline__ void take(const block_t &b, int32_t bytes)
+    {
+        b.barriers->begins[next.index] = next.at;
+        next.advance(bytes);
+        taken++;
     }
 };
 

@@ -413,7 +413,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_quant_sm80(const epmoe_grouped_gem
 {
     if (args->fp8_activations)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "fp8_activations is 1: on CUDA activations stay 16 bits wide: expected 0");
+                           "fp8_activations is 1: on CUDA it needs compute capability 9.0 and tier sm90");
     const int64_t bytes = epmoei_grouped_gemm_quant_workspace_sm80(args);
     if (args->workspace_bytes < bytes || (bytes && !args->workspace))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",

@@ -2,13 +2,15 @@
  *
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
- * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
+ * A block holds 128 rows of w and a tile's tokens in each of its stages. Roles by warp:
  *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
  * both, which saves the L2 cache a third of its reads.
+ * A stage is as long as its tile needs, so that narrow tiles, whose steps take less time, have more of them on their
+ * way: what hides the memory's latency is bytes.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
  * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
@@ -22,27 +24,20 @@
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. */
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared)
-{
-    return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
-}
-
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
-__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const stage_t &stage,
                                              const CUtensorMap *w_map)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
-    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
-                    at.tile.expert);
+    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
+    ptx_mbarrier_arrive_expect(done, stage_bytes(at.tile.width));
+    ptx_tma_load_5d(b.base + stage.at, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
 }
 
-__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const stage_t &stage,
                                             const x_maps_t *x_maps)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    const uint32_t done = ptx_shared_address(&b.barriers->full[stage.index]);
+    const uint32_t to = b.base + stage.at + kWeightBytes;
     int32_t token = at.first;
 #pragma unroll
     for (int i = kXMaps - 1; i >= 0; i--) {
@@ -62,31 +57,29 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    const uint32_t empty = ptx_shared_address(b.barriers->empty);
-    ring_t ring = {0, 0};
+    supply_t supply = {};
     walk_t at;
     at.index = b.first_tile;
     bool more = at.enter(p, b);
     if (p.chained) {
         walk_t first = at;
-        ring_t place = ring;
-        int32_t early = 0;
-        for (; more && early < b.line.stages; early++) {
-            load_weights(b, at, ring, w_map);
-            more = at.advance(p, b);
-            ring.advance(b.line.stages);
+        stage_t place = supply.next;
+        for (; more && supply.has_room(b, stage_bytes(at.tile.width)); more = at.advance(p, b)) {
+            load_weights(b, at, supply.next, w_map);
+            supply.take(b, stage_bytes(at.tile.width));
         }
         epmoei_begin_dependent();
-        for (; early > 0; early--) {
+        for (int32_t early = supply.taken; early > 0; early--) {
             load_tokens(b, first, place, x_maps);
+            place.advance(stage_bytes(first.tile.width));
             first.advance(p, b);
-            place.advance(b.line.stages);
         }
     }
-    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        load_weights(b, at, ring, w_map);
-        load_tokens(b, at, ring, x_maps);
+    for (; more; more = at.advance(p, b)) {
+        supply.make_room(b, stage_bytes(at.tile.width));
+        load_weights(b, at, supply.next, w_map);
+        load_tokens(b, at, supply.next, x_maps);
+        supply.take(b, stage_bytes(at.tile.width));
     }
 }
 
@@ -115,7 +108,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
         ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
-        ring.advance(2);
+        ring.advance(kNotes);
     }
 }
 
@@ -128,17 +121,19 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
         ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
 }
 
-/* acc += w x^T over all of K, for tiles of kN tokens. */
-template <typename T, int kN, int kRegisters>
-__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[kRegisters])
+/* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
+template <typename T, int kN, int kMaxN>
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, stage_t &stage, float (&acc)[kMaxN / 2],
+                                         finished_t<kMaxN> &done, ring_t &parts)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
-        const uint32_t from = b.base + ring.stage * b.stage_bytes;
-        wait_barrier(full + 8 * ring.stage, ring.parity);
-        const uint64_t w = wgmma_descriptor(from + group * (kWeightBytes / 2));
-        const uint64_t x = wgmma_descriptor(from + kWeightBytes);
+        stage.fit(b, stage_bytes(kN));
+        const uint32_t from = b.base + stage.at;
+        wait_barrier(full + 8 * stage.index, stage.parity);
+        const uint64_t w = wgmma_descriptor(descriptor_start(from + e.group * (kWeightBytes / 2)));
+        const uint64_t x = wgmma_descriptor(descriptor_start(from + kWeightBytes));
         ptx_wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < kBlockK / 16; kk++) /* 16 elements are 32 bytes, 2 in the descriptor's units */
@@ -148,9 +143,11 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
             ptx_wgmma_wait<1>();
             release(b, previous);
         }
-        previous = empty + 8 * ring.stage;
-        ring.advance(b.line.stages);
+        if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
+        previous = empty + 8 * stage.index;
+        stage.advance(stage_bytes(kN));
     }
+    if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
     release(b, previous);
 }
@@ -162,9 +159,9 @@ __device__ __forceinline__ void take_staging(const block_t &b, int32_t group, ep
     e.barriers = &b.barriers->staging[group];
 }
 
-__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, const tile_t &tile,
-                                           epilogue_t &e)
+__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, epilogue_t &e)
 {
+    const tile_t tile = b.notes_of(stage)->tile;
     e.rows = b.rows_of(stage);
     e.scales = b.scales_of(stage);
     e.num_rows = tile.rows;
@@ -178,11 +175,10 @@ template <int kInFlight> __device__ __forceinline__ void store(const gemm_params
     epilogue_t e;
     take_staging(b, group, e);
     ring_t notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    for (;; notes.advance(kNotes)) {
         wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        if (b.notes_of(notes.stage)->tile.width == 0) return;
+        read_notes(p, b, notes.stage, e);
         if (p.gated)
             store_parts<4, kInFlight>(p, e, parts);
         else
@@ -198,12 +194,15 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     epilogue_t e;
     e.tid = threadIdx.x % kWarpgroup;
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
-    ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    e.gated = p.gated;
+    finished_t<kMaxN> done = {};
+    stage_t stage = {};
+    ring_t notes = {0, 0}, parts = {0, 0};
+    for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        const int32_t width = b.notes_of(notes.stage)->tile.width;
+        if (width == 0) break;
+        read_notes(p, b, notes.stage, e);
         load_bias(p, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
@@ -211,10 +210,10 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         float acc[kMaxN / 2];
 #pragma unroll
         for (int i = 0; i < kMaxN / 2; i++) acc[i] = 0.0f;
-        switch (tile.width) {
+        switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e.group, ring, acc);                                               \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, stage, acc, done, parts);                                       \
         break
             WIDTH(8);
             WIDTH(16);
@@ -238,9 +237,12 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
             WIDTH(256);
 #undef WIDTH
         }
-        finish_tile<T>(p, b.line.way, e, acc, parts);
+        read_notes(p, b, notes.stage, e); /* again: registers are few beside the product */
+        finish_tile<T, (kMaxN > kNarrow)>(p, b.line.way, e, acc, done);
+        if constexpr (kMaxN <= kNarrow) give_all(e, done, parts);
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
+    give_all(e, done, parts);
 }
 
 /* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
@@ -256,20 +258,21 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     b.line = line;
     b.shared = shared;
     b.base = ptx_shared_address(shared);
-    b.stage_bytes = kWeightBytes + line.max_n * kBlockK * 2;
     b.notes = shared + layout.notes;
     b.notes_bytes = layout.notes_bytes;
     b.barriers = (barriers_t *)(shared + layout.barriers);
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
-        for (int i = 0; i < line.stages; i++) {
+        for (int i = 0; i < kMostStages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < kNotes; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
                               2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+        }
+        for (int i = 0; i < 2; i++) {
             for (int part = 0; part < kStagingParts; part++) {
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
@@ -293,80 +296,23 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 72>();
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 40>();
         if (threadIdx.x == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
         else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
-            store<kMaxN <= kNarrow ? 2 : 8>(p, b, threadIdx.x / 32 - 2);
+            store<2>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 216>();
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 232>();
         consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
     if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* What lies past the end of a dimension reads as zeros. dims and box in elements, strides in bytes. */
-epmoe_status_t encode_map(CUtensorMap *map, epmoe_dtype_t dtype, const void *data, cuuint32_t rank,
-                          const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box)
-{
-    static encode_fn encode; /* the same pointer whichever thread finds it */
-    if (!encode) {
-        void *function = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        EPMOEI_CUDA(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-        if (found != cudaDriverEntryPointSuccess || !function)
-            return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
-        encode = (encode_fn)function;
-    }
-    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-    CUresult result =
-        encode(map, dtype == EPMOE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
-               (void *)(uintptr_t)data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %lld", (int)result,
-                           (long long)dims[0]);
-    return EPMOE_OK;
-}
-
-/* Weights [E,N,K] as columns, rows of a group of 8, gate and up, groups, experts; plain: columns, rows, 1, 1, experts.
- * A box is 64 columns of 128 rows. */
-epmoe_status_t encode_weights(const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p, CUtensorMap *map)
-{
-    const cuuint64_t row = (cuuint64_t)args->k * 2, n = (cuuint64_t)args->n, f = n / 2;
-    cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
-    cuuint64_t strides[4] = {row, n * row, n * row, n * row};
-    cuuint32_t box[5] = {kBlockK, kBlockW, 1, 1, 1};
-    if (p->gated) {
-        dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
-        strides[0] = p->interleaved ? 2 * row : row;
-        strides[1] = p->interleaved ? row : f * row;
-        strides[2] = p->interleaved ? 16 * row : 8 * row;
-        box[1] = 8, box[2] = 2, box[3] = kBlockW / 16;
-    }
-    return encode_map(map, args->x_dtype, args->weight.data, 5, dims, strides, box);
-}
-
-epmoe_status_t encode_rows(const epmoe_grouped_gemm_args_t *args, const void *x, int64_t rows, x_maps_t *maps)
-{
-    const cuuint64_t dims[2] = {(cuuint64_t)args->k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)args->k * 2};
-    for (int i = 0; i < kXMaps; i++) {
-        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
-        EPMOEI_CHECK(encode_map(&maps->map[i], args->x_dtype, x, 2, dims, strides, box));
-    }
-    return EPMOE_OK;
-}
-
-/* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
- * copies. */
+/* All of `limit` bytes of shared memory; false when the ring would hold too few stages for the product to overlap with
+ * the copies. */
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
                      int32_t *bytes)
 {
@@ -374,12 +320,12 @@ bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
+    line->ring_bytes = 0;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
-    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line).cumulative + list;
-        if (*bytes <= limit) return true;
-    }
-    return false;
+    const int32_t most = (limit - shared_layout(*line).cumulative - list) / 1024 * 1024;
+    line->ring_bytes = (int32_t)epmoei_min64(most, kMostStages * stage_bytes(max_n));
+    *bytes = shared_layout(*line).cumulative + list;
+    return most >= fewest * stage_bytes(max_n);
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)
@@ -396,8 +342,8 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
     CUtensorMap w_map;
     x_maps_t x_maps;
-    EPMOEI_CHECK(encode_weights(args, &p, &w_map));
-    EPMOEI_CHECK(encode_rows(args, x, x_rows, &x_maps));
+    EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
+    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
     const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
@@ -413,7 +359,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
-        EPMOEI_CHECK(epmoei_sort_rows_sm80(args, args->workspace, stream));
+        EPMOEI_CHECK(epmoei_sort_rows_sm90(args, args->workspace, stream));
         x = args->workspace;
         x_rows = args->max_rows;
     }
@@ -422,7 +368,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
     pipeline_t line;
     line.way = epilogue_way(args);
-    if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
+    if (max_n <= kNarrow && line.way != WAY_ANY && choose_pipeline(args, max_n, half, &line, &bytes))
         return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
     while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
     return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);

@@ -1,15 +1,16 @@
-/* What the wgmma grouped GEMMs have in common, whatever their weights are: tiles, what is noted of them, barriers. */
+/* What the wgmma grouped GEMMs have in common, whatever their weights are: tiles, what is noted of them, barriers, how
+ * operands lie in memory and in shared memory. */
 #ifndef EPMOEI_GROUPED_GEMM_TILES_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_TILES_SM90_CUH
 
 #include "kernels/grouped_gemm_epilogue_sm90.cuh"
-
-#include <cuda.h>
+#include "kernels/tensor_map_sm90.cuh"
 
 namespace
 {
 
-constexpr int kBlockK = 64; /* 128 bytes: one row of the swizzle */
+constexpr int kRowBytes = 128; /* one row of the swizzle: the columns of a box */
+constexpr int kBlockK = 64;    /* as many of 16 bits */
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 
@@ -34,14 +35,55 @@ struct notes_t {
     int32_t padding[3];
 };
 
-template <int kMostStages> struct pipeline_barriers_t {
+/* kNotes: tiles that are looked up ahead. */
+template <int kMostStages, int kNotes> struct pipeline_barriers_t {
     uint64_t full[kMostStages];
     uint64_t empty[kMostStages];
-    uint64_t notes_full[2];
-    uint64_t notes_empty[2];
-    staging_barriers_t staging[2];
+    uint64_t notes_full[kNotes];
+    uint64_t notes_empty[kNotes];
+    staging_barriers_t staging[2]; /* of kernels with storers */
     int32_t warp_sums[kThreads / 32];
+    int32_t begins[kMostStages]; /* the producer's: where stages lie whose length follows the tile */
 };
+
+/* The descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart.
+ * The lower half for an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */
+__device__ __forceinline__ uint32_t descriptor_start(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
+{
+    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
+}
+
+/* x [rows,k] of elements of `bytes` bytes. */
+inline epmoe_status_t encode_rows(x_maps_t *maps, epmoe_dtype_t dtype, int32_t bytes, const void *x, int64_t rows,
+                                  int32_t k)
+{
+    const cuuint64_t dims[2] = {(cuuint64_t)k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)k * bytes};
+    for (int i = 0; i < kXMaps; i++) {
+        const cuuint32_t box[2] = {(cuuint32_t)(kRowBytes / bytes), (cuuint32_t)(8 << i)};
+        EPMOEI_CHECK(tensor_map_encode(&maps->map[i], dtype, x, 2, dims, strides, box));
+    }
+    return EPMOE_OK;
+}
+
+/* Weights [E,N,K] as columns, rows of a group of 8, gate and up, groups, experts; plain: columns, rows, 1, 1, experts.
+ * A box has box_rows rows. */
+inline epmoe_status_t encode_weights(CUtensorMap *map, const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p,
+                                     epmoe_dtype_t dtype, int32_t bytes, cuuint32_t box_rows)
+{
+    const cuuint64_t row = (cuuint64_t)args->k * bytes, n = (cuuint64_t)args->n, f = n / 2;
+    cuuint64_t dims[5] = {(cuuint64_t)args->k, n, 1, 1, (cuuint64_t)args->num_experts};
+    cuuint64_t strides[4] = {row, n * row, n * row, n * row};
+    cuuint32_t box[5] = {(cuuint32_t)(kRowBytes / bytes), box_rows, 1, 1, 1};
+    if (p->gated) {
+        dims[1] = 8, dims[2] = 2, dims[3] = f / 8;
+        strides[0] = p->interleaved ? 2 * row : row;
+        strides[1] = p->interleaved ? row : f * row;
+        strides[2] = p->interleaved ? 16 * row : 8 * row;
+        box[1] = 8, box[2] = 2, box[3] = box_rows / 16;
+    }
+    return tensor_map_encode(map, dtype, args->weight.data, 5, dims, strides, box);
+}
 
 } // namespace
 

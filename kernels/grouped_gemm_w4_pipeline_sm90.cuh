@@ -66,7 +66,7 @@ struct pipeline_t {
     shared_layout_t layout;
 };
 
-typedef pipeline_barriers_t<kMostStages> barriers_t;
+typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
 
 template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const weights_t *w)
 {

@@ -23,14 +23,6 @@
 namespace
 {
 
-/* A K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart. The lower half for
- * an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */
-__device__ __forceinline__ uint32_t descriptor_start(uint32_t shared) { return shared >> 4 | 1 << 16; }
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
-{
-    return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
-}
-
 /* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a box of x.
  */
 template <typename Cut>
@@ -295,12 +287,15 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         epilogue_t e;
         e.tid = thread % kWarpgroup;
         take_staging(b, thread / kWarpgroup - 1, e);
+        e.gated = p.gated;
         read_notes(b, notes.stage, tile, e);
 #pragma unroll
         for (int t = 0; t < Cut::kTiles; t++) {
             if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
             load_bias(p, e);
-            finish_tile<__nv_bfloat16>(p, b.line.way, e, acc[t], parts);
+            finished_t<Cut::kMaxN> done = {};
+            finish_tile<__nv_bfloat16, true>(p, b.line.way, e, acc[t], done);
+            give_all(e, done, parts);
         }
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
@@ -358,37 +353,6 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
         consume<kKind, Cut>(p, w, b);
     }
     if (Cut::kCluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
-}
-
-typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* x [rows,k]; what lies past its end reads as zeros. */
-epmoe_status_t encode_rows(const void *x, int64_t rows, int32_t k, x_maps_t *maps)
-{
-    static encode_fn encode; /* the same pointer whichever thread finds it */
-    if (!encode) {
-        void *function = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        EPMOEI_CUDA(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-        if (found != cudaDriverEntryPointSuccess || !function)
-            return epmoei_fail(EPMOE_ERROR_CUDA, "the driver has no cuTensorMapEncodeTiled");
-        encode = (encode_fn)function;
-    }
-    const cuuint64_t dims[2] = {(cuuint64_t)k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)k * 2};
-    const cuuint32_t steps[2] = {1, 1};
-    for (int i = 0; i < kXMaps; i++) {
-        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 << i)};
-        CUresult result = encode(&maps->map[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)(uintptr_t)x, dims,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-        if (result != CUDA_SUCCESS)
-            return epmoei_fail(EPMOE_ERROR_CUDA, "cuTensorMapEncodeTiled failed with %d for rows of %d", (int)result,
-                               k);
-    }
-    return EPMOE_OK;
 }
 
 weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
@@ -452,7 +416,7 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     if (!*fits) return EPMOE_OK;
 
     x_maps_t x_maps;
-    EPMOEI_CHECK(encode_rows(c->x, c->x_rows, args->k, &x_maps));
+    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k));
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles =
@@ -507,7 +471,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
     call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
     if (needs_gather(args)) {
         EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
-                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
+                                        : epmoei_sort_rows_sm90(args, args->workspace, stream));
         c.x = args->workspace;
         c.x_rows = args->max_rows;
     }

@@ -5,6 +5,7 @@
 #include "kernels/dequant.h"
 #include "kernels/experts_few.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_fp8.h"
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/permute.h"
 #include "kernels/quantize_fp8.h"
@@ -76,6 +77,9 @@ static void init_tables(void)
     sm90_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm90;
     sm90_table.grouped_gemm_w4 = epmoei_grouped_gemm_w4_sm90;
     sm90_table.grouped_gemm_w4_workspace = epmoei_grouped_gemm_w4_workspace_sm90;
+    sm90_table.grouped_gemm_fp8 = epmoei_grouped_gemm_fp8_sm90;
+    sm90_table.grouped_gemm_fp8_workspace = epmoei_grouped_gemm_fp8_workspace_sm90;
+    sm90_table.grouped_gemm_fp8_rows = epmoei_grouped_gemm_fp8_rows_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,

@@ -269,14 +269,6 @@ __device__ __forceinline__ void ptx_mma_16816(float (&d)[4], const uint32_t (&a)
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-/* Both to E4M3, nearest even, saturating, a NaN to 0x7F; `low` in the lower byte. */
-__device__ __forceinline__ uint32_t ptx_cvt_e4m3x2(float high, float low)
-{
-    uint16_t codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-    return codes;
-}
-
 /* Until every kernel that this one depends on has ended and what it wrote is visible. */
 __device__ __forceinline__ void ptx_griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 /* Kernels that depend on this one may come to the device, once every block has said so or ended. */
@@ -406,13 +398,32 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
                  : "memory");
 }
 
-/* `bytes`, a multiple of 16, into shared memory; they count on `barrier`. */
+/* `bytes` into shared memory; they count on `barrier`. Both addresses and `bytes` are multiples of 16. */
 __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier)
 {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+/* `bytes`, a multiple of 16, out of shared memory; they count in the thread's group that the next commit closes. */
+__device__ __forceinline__ void ptx_bulk_store(void *global, uint32_t shared, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/* Until at most kPending groups have not been read from shared memory, */
+template <int kPending> __device__ __forceinline__ void ptx_bulk_wait_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+/* or not been written. */
+template <int kPending> __device__ __forceinline__ void ptx_bulk_wait()
+{
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
@@ -448,6 +459,11 @@ __device__ __forceinline__ void ptx_store_16_if(void *to, const uint4 &value, bo
 template <int kId> __device__ __forceinline__ void ptx_named_barrier(int32_t threads)
 {
     asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+/* Arrives there without waiting. */
+template <int kId> __device__ __forceinline__ void ptx_named_barrier_arrive(int32_t threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 #endif

@@ -1,6 +1,6 @@
+#include "kernels/fp8_cuda.cuh"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/quantize_fp8.h"
-#include "kernels/quantize_fp8_cuda.cuh"
 #include "kernels/rows_cuda.cuh"
 
 namespace
@@ -19,19 +19,18 @@ template <int kCount> __device__ __forceinline__ float amax_of(float amax, const
     return amax;
 }
 
-template <int kCount>
-__device__ __forceinline__ void store_codes(uint8_t *q, const float (&value)[kCount], epmoei_divisor_t by)
+__device__ __forceinline__ float scale_of(const epmoe_quantize_fp8_args_t &args, float amax)
 {
-    if constexpr (kCount == 1) {
-        *q = (uint8_t)epmoei_e4m3_codes(epmoei_divide(value[0], by), 0.0f);
-    } else {
-        static_assert(kCount == kRun, "eight codes are one store");
-        uint32_t pairs[kRun / 2];
-#pragma unroll
-        for (int i = 0; i < kRun / 2; i++)
-            pairs[i] = epmoei_e4m3_codes(epmoei_divide(value[2 * i], by), epmoei_divide(value[2 * i + 1], by));
-        *(uint2 *)q = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-    }
+    if (args.scale_ub && amax > *args.scale_ub) amax = *args.scale_ub;
+    return args.pow2 ? epmoei_pow2_scale_of_amax(amax) : epmoei_scale_of_amax(amax);
+}
+
+/* A scale_ub or a static scale may be far below the values. */
+template <int kCount>
+__device__ __forceinline__ void store_codes(uint8_t *q, float (&value)[kCount], const epmoei_divisor_t &by)
+{
+    epmoei_divide_run<false>(value, by);
+    epmoei_store_e4m3(q, value);
 }
 
 __device__ __forceinline__ float block_max(float value)
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const epmoe_q
 #pragma unroll
         for (int i = kLanes / 2; i > 0; i /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, i));
         if (part >= all) continue;
-        const float scale = epmoei_e4m3_scale_device(amax, args.scale_ub, args.pow2);
+        const float scale = scale_of(args, amax);
         const epmoei_divisor_t by = epmoei_divisor(scale);
         if (lane == 0) args.scale[part] = scale;
         uint8_t *q = (uint8_t *)args.q + token * args.hidden + first;
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const epmoe_qua
             epmoei_load_run(value, x + c);
             amax = amax_of(amax, value);
         }
-        const float scale = epmoei_e4m3_scale_device(block_max(amax), args.scale_ub, args.pow2);
+        const float scale = scale_of(args, block_max(amax));
         const epmoei_divisor_t by = epmoei_divisor(scale);
         if (threadIdx.x == 0) args.scale[token] = scale;
         for (int64_t c = (int64_t)threadIdx.x * kCount; c < args.hidden; c += kThreads * kCount) {
@@ -129,8 +128,7 @@ __global__ void __launch_bounds__(kThreads) tensor_amax_kernel(const epmoe_quant
 
 __global__ void tensor_scale_kernel(const epmoe_quantize_fp8_args_t args)
 {
-    *args.scale =
-        args.static_scale ? *args.static_scale : epmoei_e4m3_scale_device(*args.scale, args.scale_ub, args.pow2);
+    *args.scale = args.static_scale ? *args.static_scale : scale_of(args, *args.scale);
 }
 
 template <typename T, int kCount>

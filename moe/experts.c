@@ -4,7 +4,7 @@
 #include "base/dtype.h"
 #include "kernels/activation.h"
 #include "kernels/experts_few.h"
-#include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_fp8.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
 #include "kernels/sum.h"
@@ -21,7 +21,9 @@ typedef struct plan_t {
     int32_t *num_post_padded;
     int32_t *expert_offsets; /* [E+1] */
     void *h;                 /* [chunk*k, f] of dtype */
-    void *slots;             /* [chunk*k, d] of slot_dtype: weighted expert outputs */
+    bool h_quantised;        /* h_rows in place of h */
+    epmoei_fp8_rows_t h_rows;
+    void *slots; /* [chunk*k, d] of slot_dtype: weighted expert outputs */
     epmoe_dtype_t slot_dtype;
     void *align_workspace;
     int64_t align_bytes;
@@ -132,20 +134,26 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     epmoe_align_args_t align = align_args(args, plan, 0, plan->chunk_tokens);
     epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, 0, plan->chunk_tokens);
     epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, 0, plan->chunk_tokens);
+    const epmoei_kernel_table_t *kernels;
+    EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
+    plan->h_quantised = kernels->grouped_gemm_fp8_rows && epmoei_grouped_gemm_fp8_chains_sm90(&gemm1, &gemm2);
     int64_t gemm1_bytes, gemm2_bytes;
     EPMOEI_CHECK(epmoe_align_workspace_size(&align, &plan->align_bytes));
     epmoe_status_t status = epmoe_grouped_gemm_workspace_size(&gemm1, &gemm1_bytes);
     if (status != EPMOE_OK) return epmoei_fail_context(status, "gate_up");
     status = epmoe_grouped_gemm_workspace_size(&gemm2, &gemm2_bytes);
     if (status != EPMOE_OK) return epmoei_fail_context(status, "down");
-    plan->gemm_bytes = epmoei_max64(gemm1_bytes, gemm2_bytes);
+    plan->gemm_bytes = plan->h_quantised ? gemm1_bytes : epmoei_max64(gemm1_bytes, gemm2_bytes);
 
     epmoei_arena_t arena = {base, 0};
     int64_t slots = (int64_t)plan->chunk_tokens * args->top_k;
     plan->sorted_ids = epmoei_carve(&arena, slots * 4);
     plan->num_post_padded = epmoei_carve(&arena, 4);
     plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
-    plan->h = epmoei_carve(&arena, slots * args->intermediate * epmoe_dtype_size(args->dtype));
+    int64_t h_bytes = plan->h_quantised ? epmoei_fp8_rows_layout(NULL, slots, args->intermediate, &plan->h_rows)
+                                        : slots * args->intermediate * epmoe_dtype_size(args->dtype);
+    plan->h = epmoei_carve(&arena, h_bytes);
+    if (plan->h_quantised) epmoei_fp8_rows_layout(plan->h, slots, args->intermediate, &plan->h_rows);
     plan->slots = epmoei_carve(&arena, slots * args->hidden * epmoe_dtype_size(plan->slot_dtype));
     plan->align_workspace = epmoei_carve(&arena, plan->align_bytes);
     plan->bytes_before_gemm = arena.used;
@@ -222,14 +230,26 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const epmoei_kernel_table_t *kernels,
-                                epmoe_stream_t stream)
+static epmoe_status_t run_gemm1(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
+                                const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
 {
-    bool plain = !epmoei_format_is_quantised(args->weight.format);
-    if (!(plain && kernels->grouped_gemm_chained)) return epmoe_grouped_gemm(args, stream);
+    if (!plan->h_quantised) return epmoe_grouped_gemm(args, stream);
     epmoe_grouped_gemm_args_t checked;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
-    return kernels->grouped_gemm_chained(&checked, stream);
+    EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
+    return kernels->grouped_gemm_fp8_rows(&checked, NULL, &plan->h_rows, stream);
+}
+
+static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
+                                const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
+{
+    bool plain = !epmoei_format_is_quantised(args->weight.format);
+    if (!plan->h_quantised && !(plain && kernels->grouped_gemm_chained)) return epmoe_grouped_gemm(args, stream);
+    epmoe_grouped_gemm_args_t checked;
+    EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
+    if (!plan->h_quantised) return kernels->grouped_gemm_chained(&checked, stream);
+    EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
+    return kernels->grouped_gemm_fp8_rows(&checked, &plan->h_rows, NULL, stream);
 }
 
 static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned,
@@ -242,11 +262,11 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t 
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
-        EPMOEI_CHECK(epmoe_grouped_gemm(&gemm1, stream));
+        EPMOEI_CHECK(run_gemm1(&gemm1, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
-        EPMOEI_CHECK(run_gemm2(&gemm2, kernels, stream));
+        EPMOEI_CHECK(run_gemm2(&gemm2, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
 
         epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;

@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 #include "kernels/experts_few.h"
+#include "kernels/kernel_table.h"
 
 #include <string.h>
 
@@ -113,9 +114,9 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
         epmoei_format_of_dtype(config->dtype) != config->weight_format)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA the same",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));
-    if (config->fp8_activations == 1)
+    if (config->fp8_activations == 1 && epmoei_cuda_tier() != 90)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "config.fp8_activations is 1: on CUDA activations stay 16 bits wide: expected 0");
+                           "config.fp8_activations is 1: on CUDA it needs compute capability 9.0 and tier sm90");
     return EPMOE_OK;
 }
 

@@ -51,9 +51,9 @@ typedef struct epmoei_packed_weights_t {
 epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shape_t *pack, const void *data,
                                    const epmoei_pack_arrays_t *arrays);
 
-/* Whether the two products of these weights quantise their activations. */
-int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, const epmoe_weight_t *gate_up,
-                                     const epmoe_weight_t *down);
+/* Whether the two products of these weights, f wide between them, quantise the activations of many tokens. */
+int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                     const epmoe_weight_t *gate_up, const epmoe_weight_t *down, int32_t f);
 
 /* Bytes of a matrix [rows,cols] of one expert, in whatever format. halves: its rows are gate and up. On CUDA W4 and
  * MXFP4 are tiled, and gate and up rows share one order of columns (kernels/grouped_gemm_quant.h). */

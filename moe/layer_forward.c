@@ -181,9 +181,12 @@ static epmoe_status_t route(forward_t *forward, const epmoei_experts_order_t *or
     return epmoe_topk(&topk, forward->stream);
 }
 
+/* Kernels for few tokens read weights alone, and leave activations as they are. */
 static void choose_fp8_activations(const epmoe_layer_t *layer, epmoe_experts_args_t *experts)
 {
-    experts->fp8_activations = epmoei_layer_fp8_activations(&layer->config, &experts->gate_up, &experts->down);
+    if (layer->config.fp8_activations == 0 && epmoei_experts_few_takes(experts)) return;
+    experts->fp8_activations = epmoei_layer_fp8_activations(&layer->config, layer->backend, &experts->gate_up,
+                                                            &experts->down, experts->intermediate);
 }
 
 /* The shared expert as the only one there is. */

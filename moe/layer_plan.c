@@ -4,6 +4,7 @@
 #include "comm/comm.h"
 #include "kernels/activation.h"
 #include "kernels/experts_few.h"
+#include "kernels/grouped_gemm_fp8.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_tiles.h"
 #include "kernels/route.h"
@@ -150,7 +151,8 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         gemm.y_dtype = EPMOE_F32;
         gemm.weight = shapes[i].weight;
         if (shapes[i].fs)
-            gemm.fp8_activations = epmoei_layer_fp8_activations(config, &shapes[1].weight, &shapes[2].weight);
+            gemm.fp8_activations =
+                epmoei_layer_fp8_activations(config, backend, &shapes[1].weight, &shapes[2].weight, shapes[i].fs);
         gemm.layout = EPMOE_LAYOUT_PACKED;
         gemm.activation = shapes[i].activation;
         gemm.alpha = config->alpha;
@@ -196,9 +198,17 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
                                                &weights->down_arrays);
         }
         experts.layout = EPMOE_LAYOUT_PACKED;
-        experts.fp8_activations = epmoei_layer_fp8_activations(config, &experts.gate_up, &experts.down);
+        experts.fp8_activations =
+            epmoei_layer_fp8_activations(config, backend, &experts.gate_up, &experts.down, config->intermediate);
         experts.activation = config->activation;
         EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &workspace.experts_bytes));
+        if (experts.fp8_activations) { /* which few tokens may do without */
+            int64_t few_bytes;
+            experts.fp8_activations = 0;
+            experts.num_tokens = (int32_t)epmoei_min64(max_rows, EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS);
+            EPMOEI_CHECK(epmoe_experts_workspace_size(&experts, &few_bytes));
+            workspace.experts_bytes = epmoei_max64(workspace.experts_bytes, few_bytes);
+        }
     }
 
     epmoei_arena_t arena = {base, 0};
@@ -235,11 +245,26 @@ epmoe_weight_t epmoei_layer_weight(epmoe_format_t format, const epmoei_pack_shap
     return weight;
 }
 
-int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, const epmoe_weight_t *gate_up,
-                                     const epmoe_weight_t *down)
+static bool takes_fp8(const epmoe_weight_t *weight, int32_t n, int32_t k, epmoe_activation_t activation)
 {
-    return config->fp8_activations == 1 && gate_up->format == EPMOE_FORMAT_FP8_BLOCK &&
-           down->format == EPMOE_FORMAT_FP8_BLOCK;
+    epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    gemm.n = n;
+    gemm.k = k;
+    gemm.weight = *weight;
+    gemm.layout = EPMOE_LAYOUT_PACKED;
+    gemm.activation = activation;
+    gemm.fp8_activations = 1;
+    return epmoei_grouped_gemm_fp8_takes_sm90(&gemm);
+}
+
+int32_t epmoei_layer_fp8_activations(const epmoe_layer_config_t *config, epmoe_backend_t backend,
+                                     const epmoe_weight_t *gate_up, const epmoe_weight_t *down, int32_t f)
+{
+    if (gate_up->format != EPMOE_FORMAT_FP8_BLOCK || down->format != EPMOE_FORMAT_FP8_BLOCK) return 0;
+    if (config->fp8_activations) return config->fp8_activations == 1;
+    return backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 &&
+           takes_fp8(gate_up, 2 * f, config->hidden, config->activation) &&
+           takes_fp8(down, config->hidden, f, EPMOE_ACTIVATION_NONE);
 }
 
 epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,

@@ -47,6 +47,20 @@ Test(gpu_quant, golden_checkpoints)
         }
 }
 
+/* Activations quantised too, which the recorded ones were not. */
+Test(gpu_quant, golden_checkpoints_by_fp8)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) cr_skip_test("no kernel of this tier");
+    static const char *const fp8[] = {"deepseek_v3_fp8", "qwen3_moe_fp8"};
+    for (size_t i = 0; i < sizeof fp8 / sizeof fp8[0]; i++) {
+        testing_process_t process = testing_tool("check '" GOLDEN "%s' --backend cuda --format json --act fp8", fp8[i]);
+        cr_expect_eq(process.exit_code, 0, "%s: exit %d: %s%s", fp8[i], process.exit_code, process.output,
+                     process.errors);
+        testing_process_free(&process);
+    }
+}
+
 #if EPMOE_HAVE_MPI
 Test(gpu_quant, golden_checkpoints_over_two_ranks)
 {
@@ -146,6 +160,14 @@ Test(gpu_quant, random_fp8)
 {
     GPU_TEST_NEEDS_DEVICE();
     check_random("qwen3-30b-a3b", EPMOE_FORMAT_FP8_BLOCK, -1);
+}
+
+/* The activations too, as the CPU does when it is told to. */
+Test(gpu_quant, random_fp8_by_fp8)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) cr_skip_test("no kernel of this tier");
+    check_random("qwen3-30b-a3b", EPMOE_FORMAT_FP8_BLOCK, 1);
 }
 
 Test(gpu_quant, random_w4)

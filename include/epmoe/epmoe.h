@@ -359,7 +359,9 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
  * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
  * out of range or, of W4, that is no permutation.
- * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, two different types, and fp8_activations.
+ * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types.
+ * fp8_activations on CUDA: compute capability 9.0, K a multiple of 16, with a gated activation N of 16, group_size a
+ * multiple of 128 or covering the weight; with GATE_FIRST up rows begin with a block.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
@@ -1125,7 +1127,9 @@ typedef struct epmoe_layer_config_t {
     int64_t capacity;             /* see epmoe_ep_config_t */
     int32_t weight_group;         /* of a quantised weight_format: columns per scale, 0 = 128, -1 = one group */
     int32_t fp8_activations;      /* of FP8_BLOCK weights: 1 = x and h are first quantised, 128 columns per scale, as in
-                                     epmoe_experts_args_t: on the CPU; 0 and -1 = they are not */
+                                     epmoe_experts_args_t, -1 = they are not; 0 = where that is faster: on CUDA devices
+                                     of compute capability 9.0, for weights that the kernel takes and more than a few
+                                     tokens */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 

@@ -111,6 +111,7 @@ void check_silu_and_mul(testing_rng_t *rng);
 void check_sum(testing_rng_t *rng);
 void check_grouped_gemm(testing_rng_t *rng);
 void check_gemm_w4(testing_rng_t *rng);
+void check_gemm_fp8(testing_rng_t *rng);
 void check_experts_few(testing_rng_t *rng);
 void check_route(testing_rng_t *rng);
 void check_dequant(testing_rng_t *rng);

@@ -18,6 +18,7 @@ static const struct {
               {"sum", check_sum},
               {"grouped_gemm", check_grouped_gemm},
               {"gemm_w4", check_gemm_w4},
+              {"grouped_gemm_fp8", check_gemm_fp8},
               {"experts_few", check_experts_few},
               {"route", check_route},
               {"dequant", check_dequant},

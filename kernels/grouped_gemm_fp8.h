@@ -1,0 +1,62 @@
+/* Grouped GEMM of FP8_BLOCK weights by quantised activations on Hopper: epmoe_grouped_gemm with fp8_activations.
+ *
+ * Contract beyond kernels/grouped_gemm.h and kernels/grouped_gemm_quant.h:
+ *   activations  E4M3, 128 columns per scale, with the bits of epmoe_quantize_fp8 (BLOCK128) on the rows of x
+ *   order        sum over K: exact products, 128 columns in the tensor cores' accumulator, which is then multiplied by
+ *                (activation scale * weight scale) and added in fp32, ascending; the same for a row whatever the others
+ *   NaN          flows through; it never spreads to another row
+ * Weights by activations that are not quantised are the sm80 tier's on every device.
+ *
+ * Between the two products of experts h may stay quantised: the first one then writes what quantising its rounded rows
+ * would give, bit for bit, and the second reads it. */
+#ifndef EPMOEI_GROUPED_GEMM_FP8_H
+#define EPMOEI_GROUPED_GEMM_FP8_H
+
+#include "kernels/grouped_gemm_quant.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows in the sorted order, quantised. The scales of 128 columns lie side by side, so that those of a tile's rows are
+ * one copy. */
+typedef struct epmoei_fp8_rows_t {
+    uint8_t *codes; /* [rows,K] */
+    float *scales;  /* [ceil(K/128),stride] */
+    int64_t stride; /* rows rounded up to 16 bytes of scales */
+} epmoei_fp8_rows_t;
+
+/* Bytes of them; base NULL counts. */
+int64_t epmoei_fp8_rows_layout(void *base, int64_t rows, int64_t k, epmoei_fp8_rows_t *out);
+
+/* Whether the wgmma kernel computes this: fp8_activations, blocks of weights that no 128 rows of a tile cross, whole
+ * groups of 8 gate and 8 up rows. The weight's defaults need not be filled in. */
+bool epmoei_grouped_gemm_fp8_takes_sm90(const epmoe_grouped_gemm_args_t *args);
+/* Whether h may stay quantised between these two. */
+bool epmoei_grouped_gemm_fp8_chains_sm90(const epmoe_grouped_gemm_args_t *gemm1,
+                                         const epmoe_grouped_gemm_args_t *gemm2);
+
+/* Which tile a call takes: a pure function of the shape. */
+typedef struct epmoei_fp8_tile_t {
+    int32_t tokens;  /* most of a tile: 64 or 128 */
+    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+} epmoei_fp8_tile_t;
+epmoei_fp8_tile_t epmoei_fp8_tile_sm90(int32_t num_experts, int64_t max_rows);
+
+/* The slots of the kernel table. */
+epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+int64_t epmoei_grouped_gemm_fp8_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
+/* The same for arguments that it takes, with x in place of args->x and y in place of args->y where not NULL. y is what
+ * args->y_dtype would round to, quantised; it takes y_sorted. */
+epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *x,
+                                                 const epmoei_fp8_rows_t *y, epmoe_stream_t stream);
+
+/* to[r] = the quantised row of x that row r of the sorted order reads; rows of padding are left as they are. */
+epmoe_status_t epmoei_quantize_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *to,
+                                         epmoe_stream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

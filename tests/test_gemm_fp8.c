@@ -1,0 +1,92 @@
+#include "kernels/grouped_gemm_fp8.h"
+
+#include <criterion/criterion.h>
+
+static epmoe_grouped_gemm_args_t product(int32_t n, int32_t k, epmoe_activation_t activation, epmoe_layout_t layout,
+                                         int32_t group)
+{
+    epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
+    args.n = n;
+    args.k = k;
+    args.activation = activation;
+    args.layout = layout;
+    args.weight.format = EPMOE_FORMAT_FP8_BLOCK;
+    args.weight.group_size = group;
+    args.fp8_activations = 1;
+    args.x_dtype = args.y_dtype = EPMOE_BF16;
+    return args;
+}
+
+Test(gemm_fp8, what_the_wgmma_kernel_takes)
+{
+    const struct {
+        int32_t n, k;
+        epmoe_activation_t activation;
+        epmoe_layout_t layout;
+        int32_t group;
+        bool takes;
+    } cases[] = {
+        {28672, 4096, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_PACKED, 0, true},
+        {4096, 14336, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 128, true},
+        {272, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_PACKED, 0, true},      /* the last tile is not whole */
+        {272, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_INTERLEAVED, 0, true}, /* nor the last block */
+        {272, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_GATE_FIRST, 0, false}, /* up rows begin inside a block */
+        {512, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_GATE_FIRST, 0, true},
+        {272, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_GATE_FIRST, -1, true}, /* one block */
+        {264, 144, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_PACKED, 0, false},     /* 132 gates */
+        {131, 144, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 0, true},
+        {256, 136, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 0, false}, /* K */
+        {256, 128, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 64, false},
+        {256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 256, true},
+        {256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, false},
+        {256, 128, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, false}, /* a block ends inside a tile */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        epmoe_grouped_gemm_args_t args =
+            product(cases[i].n, cases[i].k, cases[i].activation, cases[i].layout, cases[i].group);
+        cr_expect_eq(epmoei_grouped_gemm_fp8_takes_sm90(&args), cases[i].takes, "case %zu", i);
+        args.fp8_activations = 0;
+        cr_expect_not(epmoei_grouped_gemm_fp8_takes_sm90(&args));
+    }
+}
+
+Test(gemm_fp8, products_that_keep_h_quantised)
+{
+    epmoe_grouped_gemm_args_t up = product(512, 128, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_PACKED, 0);
+    epmoe_grouped_gemm_args_t down = product(128, 256, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 0);
+    cr_expect_not(epmoei_grouped_gemm_fp8_chains_sm90(&up, &down)); /* h is not sorted */
+    up.y_sorted = down.x_sorted = 1;
+    cr_expect(epmoei_grouped_gemm_fp8_chains_sm90(&up, &down));
+    up.y_dtype = EPMOE_F32;
+    cr_expect_not(epmoei_grouped_gemm_fp8_chains_sm90(&up, &down));
+}
+
+Test(gemm_fp8, tiles)
+{
+    /* 64 tokens while three roots above the mean fit, clusters where there are several tiles of 128. */
+    const struct {
+        int32_t experts;
+        int64_t rows;
+        int32_t tokens, cluster;
+    } cases[] = {{8, 1, 64, 1},        {8, 16, 64, 1},       {8, 8 * 43, 64, 1},   {8, 8 * 45, 128, 1},
+                 {256, 32768, 128, 1}, {8, 8 * 255, 128, 1}, {8, 8 * 256, 128, 2}, {1, 16384, 128, 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        epmoei_fp8_tile_t tile = epmoei_fp8_tile_sm90(cases[i].experts, cases[i].rows);
+        cr_expect_eq(tile.tokens, cases[i].tokens, "%lld rows: %d tokens", (long long)cases[i].rows, tile.tokens);
+        cr_expect_eq(tile.cluster, cases[i].cluster, "%lld rows", (long long)cases[i].rows);
+    }
+}
+
+Test(gemm_fp8, quantised_rows_lie_apart_and_aligned)
+{
+    _Alignas(256) static char memory[1 << 12];
+    epmoei_fp8_rows_t rows;
+    int64_t bytes = epmoei_fp8_rows_layout(NULL, 5, 272, &rows);
+    cr_assert_leq(bytes, (int64_t)sizeof memory);
+    cr_expect_eq(epmoei_fp8_rows_layout(memory, 5, 272, &rows), bytes);
+    cr_expect_eq(rows.stride, 8);
+    cr_expect_eq((char *)rows.codes, memory);
+    cr_expect_geq((char *)rows.scales - memory, 5 * 272);
+    cr_expect_eq((uintptr_t)rows.scales % 16, 0);
+    cr_expect_geq(bytes, (char *)rows.scales - memory + 3 * 8 * 4);
+}
