@@ -412,10 +412,27 @@ Test(bench, without_a_check_nothing_is_called_right)
 
 Test(bench, single_ops)
 {
-    static const char *const ops[] = {"topk",         "align",        "permute",      "unpermute", "grouped_gemm",
-                                      "silu_and_mul", "sum",          "quantize_fp8", "dequant",   "rms_norm",
-                                      "rope",         "qk_norm_rope", "cache_write",  "attention", "prefill",
-                                      "sample",       "spec_verify"};
+    static const char *const ops[] = {"topk",
+                                      "align",
+                                      "permute",
+                                      "unpermute",
+                                      "grouped_gemm",
+                                      "silu_and_mul",
+                                      "sum",
+                                      "quantize_fp8",
+                                      "dequant",
+                                      "rms_norm",
+                                      "rope",
+                                      "qk_norm_rope",
+                                      "cache_write",
+                                      "attention",
+                                      "prefill",
+                                      "sample",
+                                      "spec_verify",
+                                      "rope_cache_write",
+                                      "rms_norm_alone",
+                                      "rms_norm_fp8",
+                                      "silu_and_mul_fp8"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
         testing_process_t process =
             run_bench(0, "--op %s --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1 --format json", ops[i]);
