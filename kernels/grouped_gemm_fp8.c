@@ -17,9 +17,11 @@ int64_t epmoei_fp8_rows_layout(void *base, int64_t rows, int64_t k, epmoei_fp8_r
 bool epmoei_grouped_gemm_fp8_takes_sm90(const epmoe_grouped_gemm_args_t *args)
 {
     bool gated = epmoei_activation_is_gated(args->activation);
-    int32_t group = args->weight.group_size, f = args->n / 2;
+    int32_t group = args->weight.group_size, rows = args->weight.group_rows, f = args->n / 2;
     if (group == 0) group = EPMOEI_FP8_COLUMNS;
     if (group == -1) group = INT32_MAX;
+    if (rows == -1) rows = INT32_MAX;
+    if (rows != 0 && rows != group) return false;
     if (!args->fp8_activations || args->weight.format != EPMOE_FORMAT_FP8_BLOCK || args->k % 16) return false;
     if (group >= args->k && group >= args->n) return !gated || f % 8 == 0; /* one block, whatever its size */
     if (group % EPMOEI_FP8_COLUMNS) return false;

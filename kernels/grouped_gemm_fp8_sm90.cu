@@ -389,7 +389,8 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_
         return epmoei_grouped_gemm_fp8_rows_sm90(args, nullptr, nullptr, stream);
     if (!args->fp8_activations) return epmoei_grouped_gemm_quant_sm80(args, stream);
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                       "fp8_activations is 1 with n %d, layout %d and weight.group_size %d: on CUDA 8 columns of gates "
-                       "and 8 of ups must be whole, and groups multiples of 128 that do not begin inside a tile",
-                       args->n, (int)args->layout, args->weight.group_size);
+                       "fp8_activations is 1 with n %d, layout %d, weight.group_size %d and group_rows %d: on CUDA 8 "
+                       "columns of gates and 8 of ups must be whole, and groups square multiples of 128 that do not "
+                       "begin inside a tile",
+                       args->n, (int)args->layout, args->weight.group_size, args->weight.group_rows);
 }

@@ -48,6 +48,17 @@ Test(gemm_fp8, what_the_wgmma_kernel_takes)
         args.fp8_activations = 0;
         cr_expect_not(epmoei_grouped_gemm_fp8_takes_sm90(&args));
     }
+    /* Blocks are square, or one. */
+    static const struct {
+        int32_t group, rows;
+        bool takes;
+    } blocks[] = {{0, 128, true}, {128, 128, true}, {-1, -1, true}, {-1, INT32_MAX, true},
+                  {-1, 1, false}, {128, 1, false},  {0, 64, false}, {128, -1, false}};
+    for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
+        epmoe_grouped_gemm_args_t args = product(256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, blocks[i].group);
+        args.weight.group_rows = blocks[i].rows;
+        cr_expect_eq(epmoei_grouped_gemm_fp8_takes_sm90(&args), blocks[i].takes, "blocks %zu", i);
+    }
 }
 
 Test(gemm_fp8, products_that_keep_h_quantised)

@@ -377,7 +377,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
  * that are not stored in tiles, and for tiles on the CPU.
  * fp8_activations on CUDA: compute capability 9.0, K a multiple of 16, with a gated activation N of 16, group_size a
- * multiple of 128 or covering the weight; with GATE_FIRST up rows begin with a block.
+ * multiple of 128 or covering the weight, group_rows the same; with GATE_FIRST up rows begin with a block.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;

@@ -75,6 +75,10 @@ EPMOE_LAYOUT_GATE_FIRST = 0
 EPMOE_LAYOUT_INTERLEAVED = 1
 EPMOE_LAYOUT_PACKED = 2
 
+# epmoe_storage_t
+EPMOE_STORAGE_ROWS = 0
+EPMOE_STORAGE_TILES = 1
+
 # epmoe_granularity_t
 EPMOE_GRANULARITY_TENSOR = 1
 EPMOE_GRANULARITY_TOKEN = 2
@@ -111,11 +115,18 @@ EPMOE_STAGE_ACT = 4
 EPMOE_STAGE_GEMM2 = 5
 EPMOE_STAGE_COMBINE = 6
 EPMOE_STAGE_SHARED = 7
-EPMOE_STAGE_COUNT = 8
+EPMOE_STAGE_ATTENTION = 8
+EPMOE_STAGE_COUNT = 9
 
 # epmoe_attention_kind_t
 EPMOE_ATTENTION_GQA = 0
 EPMOE_ATTENTION_MLA = 1
+
+# epmoe_qk_norm_t
+EPMOE_QK_NORM_NONE = 0
+EPMOE_QK_NORM_HEAD = 1
+EPMOE_QK_NORM_ALL_HEADS = 2
+EPMOE_QK_NORM_HEAD_UNWEIGHTED = 3
 
 epmoe_log_fn = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
 
@@ -131,6 +142,8 @@ class epmoe_weight_t(Structure):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("g_idx", c_void_p),
+        ("storage", c_int32),
+        ("group_rows", c_int32),
     ]
 
 
@@ -259,6 +272,9 @@ class epmoe_silu_and_mul_args_t(Structure):
         ("activation", c_int32),
         ("alpha", c_float),
         ("limit", c_float),
+        ("quant", c_int32),
+        ("static_scale", c_void_p),
+        ("scale", c_void_p),
     ]
 
 
@@ -342,6 +358,32 @@ class epmoe_dequant_args_t(Structure):
         ("reserved", c_int32),
         ("weight", epmoe_weight_t),
         ("w", c_void_p),
+    ]
+
+
+class epmoe_pack_tiles_args_t(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("backend", c_int32),
+        ("num_experts", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("gated", c_int32),
+        ("reserved", c_int32),
+        ("weight", epmoe_weight_t),
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+    ]
+
+
+class epmoe_pack_tiles_size_t(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("data_bytes", c_int64),
+        ("scales_bytes", c_int64),
+        ("zeros_bytes", c_int64),
+        ("tiles", epmoe_weight_t),
     ]
 
 
@@ -750,6 +792,7 @@ class epmoe_decoder_config_t(Structure):
         ("block_size", c_int32),
         ("num_blocks", c_int32),
         ("max_seqs", c_int32),
+        ("no_rope", c_int32),
     ]
 
 
@@ -772,6 +815,10 @@ class epmoe_decoder_forward_args_t(Structure):
         ("logits_out", c_void_p),
         ("ids_out", c_void_p),
         ("weights_out", c_void_p),
+        ("logits", c_void_p),
+        ("stage_us", c_void_p),
+        ("stage_events", POINTER(c_void_p)),
+        ("max_rank_tokens", c_int32),
     ]
 
 
@@ -813,11 +860,14 @@ FUNCTIONS = {
     "epmoe_experts": (c_int32, [POINTER(epmoe_experts_args_t), c_void_p]),
     "epmoe_quantize_fp8": (c_int32, [POINTER(epmoe_quantize_fp8_args_t), c_void_p]),
     "epmoe_dequant": (c_int32, [POINTER(epmoe_dequant_args_t), c_void_p]),
+    "epmoe_pack_tiles_size": (c_int32, [POINTER(epmoe_pack_tiles_args_t), POINTER(epmoe_pack_tiles_size_t)]),
+    "epmoe_pack_tiles": (c_int32, [POINTER(epmoe_pack_tiles_args_t), c_void_p]),
     "epmoe_rms_norm": (c_int32, [POINTER(epmoe_rms_norm_args_t), c_void_p]),
     "epmoe_rope": (c_int32, [POINTER(epmoe_rope_args_t), c_void_p]),
     "epmoe_qk_norm_rope": (c_int32, [POINTER(epmoe_qk_norm_rope_args_t), c_void_p]),
     "epmoe_rope_table": (c_int32, [POINTER(epmoe_rope_table_args_t)]),
     "epmoe_cache_write": (c_int32, [POINTER(epmoe_cache_write_args_t), c_void_p]),
+    "epmoe_rope_cache_write": (c_int32, [POINTER(epmoe_rope_args_t), POINTER(epmoe_cache_write_args_t), c_void_p]),
     "epmoe_attention_workspace_size": (c_int32, [POINTER(epmoe_attention_args_t), c_void_p]),
     "epmoe_attention": (c_int32, [POINTER(epmoe_attention_args_t), c_void_p]),
     "epmoe_sample": (c_int32, [POINTER(epmoe_sample_args_t), c_void_p]),
@@ -855,10 +905,12 @@ FUNCTIONS = {
     "epmoe_layer_forward_args": (c_int32, [c_void_p, POINTER(epmoe_forward_args_t), c_void_p]),
     "epmoe_layer_forward": (c_int32, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
     "epmoe_checkpoint_decoder_config": (c_int32, [c_void_p, c_int32, POINTER(epmoe_decoder_config_t)]),
+    "epmoe_preset_decoder_config": (c_int32, [c_char_p, POINTER(epmoe_decoder_config_t)]),
     "epmoe_decoder_block_bytes": (c_int32, [POINTER(epmoe_decoder_config_t), c_int32, c_void_p, c_void_p]),
     "epmoe_decoder_create": (c_int32, [POINTER(epmoe_decoder_config_t), POINTER(epmoe_layer_config_t), c_void_p, POINTER(c_void_p)]),
     "epmoe_decoder_destroy": (None, [c_void_p]),
     "epmoe_decoder_load_checkpoint": (c_int32, [c_void_p, c_void_p, c_int32, POINTER(epmoe_load_options_t)]),
+    "epmoe_decoder_set_random_weights": (c_int32, [c_void_p, c_uint64]),
     "epmoe_decoder_forward": (c_int32, [c_void_p, POINTER(epmoe_decoder_forward_args_t), c_void_p]),
     "epmoe_checkpoint_head_config": (c_int32, [c_void_p, POINTER(epmoe_head_config_t)]),
     "epmoe_head_create": (c_int32, [POINTER(epmoe_head_config_t), POINTER(c_void_p)]),
