@@ -561,15 +561,18 @@ EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_s
 /* A weight of 4-bit codes as the tiles that products on CUDA compute on (EPMOE_STORAGE_TILES): values are kept bit for
  * bit. MXFP4 stays MXFP4; W4, GPTQ, AWQ and CT_W4 become W4. The layout is the library's own and may change with its
  * version. epmoe_pack_tiles_size gives their sizes and the weight argument for a product, in which the caller sets
- * where the arrays are; the product then wants EPMOE_LAYOUT_PACKED. gated     rows 0..N/2-1 are gate and the others up
- * rows of one product with an activation, whose bias then has gate and up in turns g_idx     of W4: the order of the
- * columns stays with the caller, tiles have the same stored columns. Products on CUDA take one order for all rows,
- * [E,K]: that of gate and up rows must be the same. Not of the others zeros     W4: zero points, NULL when the weight
- * has none (CT_W4 and W4). MXFP4: which tiles have a scale above 2; products take tiles with NULL here too, but are
- * then slower on compute capability 9.0 backend CUDA packs from device memory to device memory, CPU within host memory,
- * for a caller who copies the arrays to a device; they hold the same bytes. Errors: INVALID_ARGUMENT for sizes below 1,
- * N odd with gated, another format, a weight in tiles, a g_idx of GPTQ or CT_W4, NULL pointers, on CUDA out arrays that
- * are not aligned to 16 bytes, the weight's not to 4; NOT_SUPPORTED for groups and K that products on CUDA do not take.
+ * where the arrays are; the product then wants EPMOE_LAYOUT_PACKED.
+ *   gated     rows 0..N/2-1 are gate and the others up rows of one product with an activation, whose bias then has gate
+ *             and up in turns
+ *   g_idx     of W4: the order of the columns stays with the caller, tiles have the same stored columns. Products on
+ *             CUDA take one order for all rows, [E,K]: that of gate and up rows must be the same. Not of the others
+ *   zeros     W4: zero points, NULL when the weight has none (CT_W4 and W4). MXFP4: which tiles have a scale above 2;
+ *             products take tiles with NULL here too, but are then slower on compute capability 9.0
+ *   backend   CUDA packs from device memory to device memory, CPU within host memory, for a caller who copies the
+ *             arrays to a device; they hold the same bytes
+ * Errors: INVALID_ARGUMENT for sizes below 1, N odd with gated, another format, a weight in tiles, a g_idx of GPTQ or
+ * CT_W4, NULL pointers, on CUDA out arrays that are not aligned to 16 bytes, the weight's not to 4; NOT_SUPPORTED for
+ * groups and K that products on CUDA do not take.
  * No aliasing. Floor: bytes = the weight's + those of the tiles. */
 typedef struct epmoe_pack_tiles_args_t {
     size_t struct_size;
