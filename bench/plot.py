@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 
-STAGES = ["router", "align", "dispatch", "gemm1", "act", "gemm2", "combine", "shared"]
+STAGES = ["router", "align", "dispatch", "gemm1", "act", "gemm2", "combine", "shared", "attention"]
 
 
 def read(paths):

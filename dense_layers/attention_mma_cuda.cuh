@@ -9,8 +9,7 @@
 namespace
 {
 
-/* ---------------------------------------------------------------------------------------------- tiles in shared memory
- */
+/* ------------------------------------------------------------------------------------------- tiles in shared memory */
 
 /* Byte offset of a chunk of a row of kChunks. */
 template <int kChunks> __device__ __forceinline__ uint32_t chunk_offset(int32_t row, int32_t chunk)
@@ -191,8 +190,7 @@ __device__ __forceinline__ void copy_key_rows(char *shared, const char *data, co
     }
 }
 
-/* --------------------------------------------------------------------------------------------------- 16 rows of a warp
- */
+/* ------------------------------------------------------------------------------------------------ 16 rows of a warp */
 
 /* What a thread holds of rows r and r + 8, r = lane / 4. `sum` is its own share. */
 template <int kCols> struct rows_t {

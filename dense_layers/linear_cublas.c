@@ -87,8 +87,7 @@ int64_t epmoei_linear_cublas_workspace(void)
     return handle_of(epmoei_device_current_ordinal()) ? WORKSPACE_BYTES : 0;
 }
 
-/* --------------------------------------------------------------------------------------------------------- a product
- */
+/* ------------------------------------------------------------------------------------------------------ a product */
 
 /* Column by column, as cuBLASLt counts, y^T [n,rows] = w x^T of a w [k,n] that is transposed; a batch is the heads. */
 typedef struct product_t {
@@ -131,8 +130,7 @@ static cublasStatus_t make_product(product_t *product, const shape_t *shape)
     return status;
 }
 
-/* ------------------------------------------------------------------------------------------------- the choice of a way
- */
+/* ---------------------------------------------------------------------------------------------- the choice of a way */
 
 /* Of many rows the next few hundred take the same way, so that prompts of any length have few. */
 static int32_t rows_like(int32_t rows)

@@ -78,8 +78,7 @@ template <typename T> struct row_t {
     }
 };
 
-/* ------------------------------------------------------------------------------------------------------- the whole row
- */
+/* ---------------------------------------------------------------------------------------------------- the whole row */
 
 /* The first place of the row. */
 template <typename T> __device__ __forceinline__ uint64_t find_first(const row_t<T> &row, shared_t *shared)
@@ -199,8 +198,7 @@ template <typename T> __device__ __forceinline__ int32_t draw_from_row(const row
     return find_token(&shared->draw, row.vocab, draw_target(row.uniform, total), weigh);
 }
 
-/* ------------------------------------------------------------------------------------------------------------ the list
- */
+/* --------------------------------------------------------------------------------------------------------- the list */
 
 /* Over the block; rounds with `odd` 0 and 1 take turns, so that one barrier each is enough. */
 __device__ __forceinline__ int32_t count_of_block(int32_t count, int32_t odd, shared_t *shared)
@@ -347,8 +345,7 @@ __device__ __forceinline__ int32_t draw_from_list(const epmoei_sample_rule_t &ru
     return (int32_t) ~(uint32_t)drawn;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- the kernel
- */
+/* ------------------------------------------------------------------------------------------------------- the kernel */
 
 __device__ __forceinline__ epmoei_sample_rule_t rule_of(const epmoe_sample_args_t &args, int64_t row)
 {

@@ -1,6 +1,6 @@
 /* The experts of very few tokens on CUDA: two kernels that read the chosen experts' weights once, at the speed of
- * memory. There is no order by expert, no tensor core and no buffer of slot outputs; the maths stand at
- * epmoe_experts_args_t.
+ * memory. There is no order by expert, no buffer of slot outputs and, on plain weights, no tensor core; the maths stand
+ * at epmoe_experts_args_t.
  *
  * Contract:
  *   gate_up     h[t*k+j,:] = round(act(x[t] w13[e]^T + b13[e]), dtype), e = ids[t,j]
@@ -37,12 +37,13 @@ bool epmoei_experts_few_can(const epmoe_experts_args_t *args);
 /* The same of those for quantised weights: T in 1..4, both weights FP8_BLOCK, W4 or MXFP4 as
  * kernels/grouped_gemm_quant.h wants them, groups (of W4 also) 32 or 64, multiples of 128 or all columns, without an
  * order of columns; no fp8_activations.
- * The launchers above take either kind. */
+ * epmoei_experts_few_gate_up_sm80 and _down_sm80 take either kind. */
 bool epmoei_experts_few_quant_can(const epmoe_experts_args_t *args);
 /* Whether either can, and is the faster way. */
 bool epmoei_experts_few_takes(const epmoe_experts_args_t *args);
 
-/* h [T*k,f] of dtype, aligned to 16 bytes. Arguments that epmoei_experts_few_can accepts, every default filled in.
+/* h [T*k,f] of dtype, aligned to 16 bytes. Arguments that epmoei_experts_few_can or _quant_can accepts, every default
+ * filled in.
  * `down` follows `gate_up` on the same stream: it may begin before gate_up has ended. */
 epmoe_status_t epmoei_experts_few_gate_up_sm80(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
 epmoe_status_t epmoei_experts_few_down_sm80(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);

@@ -27,7 +27,7 @@ typedef struct epmoei_kernel_table_t {
     int64_t (*align_workspace)(const epmoe_align_args_t *args);
     epmoe_status_t (*silu_and_mul)(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*sum)(const epmoe_sum_args_t *args, epmoe_stream_t stream);
-    /* CUDA alone, for what epmoei_experts_few_can accepts; `down` right after `gate_up`. */
+    /* CUDA alone, for what epmoei_experts_few_can or _quant_can accepts; `down` right after `gate_up`. */
     epmoe_status_t (*experts_few_gate_up)(const epmoe_experts_args_t *args, void *h, epmoe_stream_t stream);
     epmoe_status_t (*experts_few_down)(const epmoe_experts_args_t *args, const void *h, epmoe_stream_t stream);
     epmoe_status_t (*route)(const struct epmoei_route_args_t *args, epmoe_stream_t stream); /* CUDA alone */

@@ -1,4 +1,4 @@
-/* All inline PTX of the library: one function per instruction, no logic. */
+/* Inline PTX of the library, but for wgmma (kernels/ptx_wgmma*.cuh): one function per instruction, no logic. */
 #ifndef EPMOEI_PTX_CUH
 #define EPMOEI_PTX_CUH
 

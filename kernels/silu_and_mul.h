@@ -5,7 +5,7 @@
  *   edges       any width >= 1 and any strides at least as wide as the rows; T = 0 is a no-op
  *   alignment   CPU: element; CUDA: 16 bytes at the base, which rows and up halves have only where strides and width
  *               allow
- *   aliasing    y == x with equal strides; each element of y is then written after its gate was read
+ *   aliasing    without quant y == x with equal strides; each element of y is then written after its gate was read
  *   padding     columns between the width and the stride are untouched
  *   NaN         flows through, to its own element only; silu(-inf) and gelu(-inf) are 0
  */

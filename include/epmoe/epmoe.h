@@ -245,7 +245,8 @@ typedef struct epmoe_weight_t {
 
 /* Router: scores and top-k of each row of logits.
  *   - ids[t,:] are distinct, in [0,E), in descending order of the selection value: the logit for SOFTMAX and
- *     TOPK_SOFTMAX without a selection bias, score + bias (fp32) otherwise. Equal values: the lower id first.
+ *     TOPK_SOFTMAX without a selection bias and for SPARSE_MIXER, score + bias (fp32) otherwise. Equal values: the
+ *     lower id first.
  *   - NaN counts as -inf and +inf as the largest finite float; such a -inf stays -inf after the bias. A row in which
  *     every logit is NaN or -inf gets ids 0..k-1 and weights 0. Weights are always finite.
  *   - weights[t,j] = score of ids[t,j] (never the biased one), divided by the sum over the k if renormalize (0 if that
@@ -376,7 +377,7 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * out of range or, of W4, that is no permutation.
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
  * that are not stored in tiles, and for tiles on the CPU.
- * fp8_activations on CUDA: compute capability 9.0, K a multiple of 16, with a gated activation N of 16, group_size a
+ * fp8_activations on CUDA need compute capability 9.0, K (gated: N too) a multiple of 16, group_size a
  * multiple of 128 or covering the weight, group_rows the same; with GATE_FIRST up rows begin with a block.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {

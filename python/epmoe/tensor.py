@@ -188,6 +188,8 @@ class Tensor:
 
     def __dlpack__(self, stream=None, **_):
         """Work of the library on a stream that is not the default one is the caller's to order."""
+        if self.readonly:
+            raise BufferError("the tensor is read-only, which DLPack cannot say")
         managed = _DLManagedTensor()
         shape = (ctypes.c_int64 * max(1, len(self.shape)))(*self.shape)
         raw = managed.tensor
@@ -203,7 +205,7 @@ class Tensor:
         kind = _DTYPES[self.dtype][3]
         if kind is None:
             raise AttributeError(f"the array interfaces have no {self.dtype}; DLPack has")
-        return {"shape": self.shape, "typestr": kind, "data": (self.pointer, False), "strides": None,
+        return {"shape": self.shape, "typestr": kind, "data": (self.pointer, self.readonly), "strides": None,
                 "version": version}
 
     @property
@@ -220,7 +222,7 @@ class Tensor:
 
 
 def as_tensor(source, stream=None):
-    """A Tensor of the memory that `source` describes; nothing is copied. On CUDA the producer's work is made visible to
+    """A Tensor of the memory that `source` describes; nothing is copied, but for a read-only buffer. On CUDA the producer's work is made visible to
     `stream` (DLPack), or is the caller's to order."""
     if isinstance(source, Tensor):
         return source
