@@ -1,4 +1,5 @@
-/* moe_tool check and info in one process: golden files that are whole, partial, changed or wrong. */
+/* moe_tool check and info in one process: golden files that are whole, partial, changed or wrong. One file: all of
+ * it checks one command, with the same helpers. */
 #include "tests/testing_tool.h"
 #include "tools/tool_check.h"
 
