@@ -11,9 +11,9 @@
  *             a row, and leave their sums in shared memory
  *
  * As in kernels/experts_few_sm80.cu `down` may use ids, router weights and the experts' weights at once: gate_up lets
- * it begin only once what came before gate_up has ended. *
- * One file: both kernels are the same walk over a part of a row, in three forms for the kinds of codes.
- */
+ * it begin only once what came before gate_up has ended.
+ *
+ * One file: both kernels are the same walk over a part of a row, in three forms for the kinds of codes. */
 #include "kernels/experts_few.h"
 #include "kernels/grouped_gemm_quant_cuda.cuh"
 #include "kernels/launch_cuda.cuh"
