@@ -4,8 +4,8 @@ import ctypes
 
 from . import _abi
 from ._library import check, library, mpi_library
-from .ops import fill, require
-from .tensor import CPU, CUDA, as_tensor, empty, resolved
+from .ops import fill, integer, require
+from .tensor import CPU, CUDA, as_tensor, empty, named_tensor, resolved
 
 _TRANSPORTS = {"auto": 0, "local": 1, "mpi": 2, "nccl": 3, "p2p": 4}
 _NAMES = {_abi.EPMOE_F32: "float32", _abi.EPMOE_BF16: "bfloat16", _abi.EPMOE_F16: "float16", 0: "bfloat16"}
@@ -41,6 +41,7 @@ def preset(name, **fields):
 def expert_range(num_experts, size, rank):
     """(first, count): the experts of rank `rank` of `size`."""
     first, count = ctypes.c_int32(), ctypes.c_int32()
+    num_experts, size, rank = integer("num_experts", num_experts), integer("size", size), integer("rank", rank)
     check(library.epmoe_expert_range(num_experts, size, rank, ctypes.byref(first), ctypes.byref(count)))
     return first.value, count.value
 
@@ -52,6 +53,13 @@ class _Handle:
 
     def __init__(self):
         self._handle = ctypes.c_void_p()
+
+    @property
+    def handle(self):
+        """What C takes; an error once it is closed, since NULL means something else to it."""
+        if not self._handle:
+            raise ValueError(f"the {type(self).__name__} is closed")
+        return self._handle
 
     def close(self):
         handle, self._handle = getattr(self, "_handle", None), ctypes.c_void_p()
@@ -94,15 +102,15 @@ class Comm(_Handle):
 
     @property
     def rank(self):
-        return library.epmoe_comm_rank(self._handle)
+        return library.epmoe_comm_rank(self.handle)
 
     @property
     def size(self):
-        return library.epmoe_comm_size(self._handle)
+        return library.epmoe_comm_size(self.handle)
 
     @property
     def transport(self):
-        return library.epmoe_transport_string(library.epmoe_comm_transport(self._handle)).decode()
+        return library.epmoe_transport_string(library.epmoe_comm_transport(self.handle)).decode()
 
 
 def _mpi_handle(mpi, communicator):
@@ -139,9 +147,20 @@ class Checkpoint(_Handle):
 
     def layer_config(self, layer, **fields):
         result = config()
-        check(library.epmoe_checkpoint_layer_config(self._handle, layer, ctypes.byref(result)))
+        check(library.epmoe_checkpoint_layer_config(self.handle, layer, ctypes.byref(result)))
         fill(result, fields)
         return result
+
+
+def _weight_shapes(config, comm):
+    """What set_weights takes by name: shape, and the dtypes of plain tensors."""
+    d, f, shared, experts = config.hidden, config.intermediate, config.shared_intermediate, config.num_experts
+    local = expert_range(experts, comm.size, comm.rank)[1] if comm else experts
+    own, any_float, single = (_NAMES[config.dtype],), ("float32", "bfloat16", "float16"), ("float32",)
+    return {"router": ((experts, d), any_float), "router_bias": ((experts,), single),
+            "selection_bias": ((experts,), single), "gate_up": ((local, 2 * f, d), own), "down": ((local, d, f), own),
+            "gate_up_bias": ((local, 2 * f), single), "down_bias": ((local, d), single),
+            "shared_gate_up": ((2 * shared, d), own), "shared_down": ((d, shared), own), "shared_gate": ((d,), any_float)}
 
 
 class Layer(_Handle):
@@ -154,25 +173,32 @@ class Layer(_Handle):
         super().__init__()
         self._comm = comm  # must outlive the layer
         self.device = comm.device if comm else resolved("auto")
+        if config.dtype not in _NAMES:
+            raise ValueError(f"config.dtype is {config.dtype}: expected float32, bfloat16 or float16")
         self.hidden, self.num_experts, self.top_k = config.hidden, config.num_experts, config.top_k
         self.dtype = _NAMES[config.dtype]
-        check(library.epmoe_layer_create(ctypes.byref(config), comm._handle if comm else None,
+        self._shapes = _weight_shapes(config, comm)
+        check(library.epmoe_layer_create(ctypes.byref(config), comm.handle if comm else None,
                                          ctypes.byref(self._handle)))
 
     def load(self, checkpoint, layer):
         """Layer `layer` of a Checkpoint: this rank's experts, the router, the shared expert."""
-        check(library.epmoe_layer_load_checkpoint(self._handle, checkpoint._handle, layer, None))
+        check(library.epmoe_layer_load_checkpoint(self.handle, checkpoint.handle, layer, None))
 
     def set_random_weights(self, seed=1):
-        check(library.epmoe_layer_set_random_weights(self._handle, seed))
+        check(library.epmoe_layer_set_random_weights(self.handle, seed))
 
     def set_weights(self, **tensors):
         """The fields of epmoe_layer_weights_t: router, gate_up, down, ... Copied into the layer's own layout."""
         weights = _abi.epmoe_layer_weights_t()
+        for name, value in tensors.items():
+            if name in self._shapes and not isinstance(value, _abi.epmoe_weight_t) and value is not None:
+                tensor, (shape, dtypes) = named_tensor(name, value), self._shapes[name]
+                require(tensor, shape, tensor.dtype if tensor.dtype in dtypes else dtypes[0], tensor.device, name, False)
         if "router" in tensors and "router_dtype" not in tensors:
             tensors["router_dtype"] = as_tensor(tensors["router"]).dtype
         kept = fill(weights, tensors)
-        check(library.epmoe_layer_set_weights(self._handle, ctypes.byref(weights)))
+        check(library.epmoe_layer_set_weights(self.handle, ctypes.byref(weights)))
         del kept
 
     def forward(self, x, *, out=None, residual=None, logits=None, logits_out=None, ids_out=None, weights_out=None,
@@ -196,6 +222,6 @@ class Layer(_Handle):
         kept = fill(args, {"num_tokens": tokens, "max_rank_tokens": max_rank_tokens, "x": x, "y": y,
                            "residual": residual, "num_tokens_dev": num_tokens_dev, "logits": logits,
                            "logits_out": logits_out, "ids_out": ids_out, "weights_out": weights_out}, stream)
-        check(library.epmoe_layer_forward_args(self._handle, ctypes.byref(args), stream))
+        check(library.epmoe_layer_forward_args(self.handle, ctypes.byref(args), stream))
         del kept
         return out

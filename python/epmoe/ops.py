@@ -4,7 +4,7 @@ import ctypes
 
 from . import _abi
 from ._library import check, library
-from .tensor import CPU, CUDA, as_tensor, dtype_number, empty
+from .tensor import CPU, CUDA, as_tensor, dtype_number, empty, named_tensor
 
 _BACKENDS = {CPU: _abi.EPMOE_BACKEND_CPU, CUDA: _abi.EPMOE_BACKEND_CUDA}
 SCORING = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3, "sparse_mixer": 4}
@@ -33,6 +33,19 @@ def plain_weight(weight, stream=None):
     return out, tensor
 
 
+_BITS = {ctypes.c_int32: 32, ctypes.c_int64: 64}
+
+
+def integer(name, value, bits=32):
+    """`value`, or ValueError where C's integer of so many bits would be another number."""
+    if isinstance(value, float) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    value = value.__index__()
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise ValueError(f"{name} is {value}: expected {bits} bits")
+    return value
+
+
 def fill(struct, fields, stream=None):
     """Sets fields of a struct of _abi by name: tensors give their address, words their number, dtypes too. Returns the
     tensors, which must live until the struct has been used."""
@@ -47,11 +60,15 @@ def fill(struct, fields, stream=None):
             value, tensor = plain_weight(value, stream)
             kept.append(tensor)
         elif types[name] is ctypes.c_void_p and not isinstance(value, int):
-            tensor = as_tensor(value, stream)
+            tensor = named_tensor(name, value, stream)
             kept.append(tensor)
             value = tensor.pointer
         elif isinstance(value, str):
+            if name not in _WORDS and not name.endswith("dtype"):
+                raise TypeError(f"{name} is '{value}': expected a number")
             value = _word(name, value) if name in _WORDS else dtype_number(value)
+        if types[name] in _BITS and name != "struct_size":
+            value = integer(name, value, _BITS[types[name]])
         setattr(struct, name, value)
     if hasattr(struct, "struct_size"):
         struct.struct_size = ctypes.sizeof(struct)
@@ -63,7 +80,8 @@ def run(op, *, stream=None, **fields):
 
         epmoe.run("silu_and_mul", num_tokens=4, width=8, dtype="float32", x=x, y=y)
 
-    The backend is that of the tensors, scratch memory is taken where the op needs some. On CUDA the call only enqueues
+    The fields are C's: sizes, dtypes and shapes of tensors are not compared with them, and what an op writes must be
+    memory that can be written. The backend is that of the tensors, scratch memory is taken where the op needs some. On CUDA the call only enqueues
     on `stream` (an address; None is the default stream); tensors that it uses must live until it has run.
     """
     struct = getattr(_abi, f"epmoe_{_STRUCTS.get(op, op)}_args_t", None)
@@ -112,8 +130,12 @@ def _matrix(tensor, name):
 def topk(logits, k, *, scoring="softmax", selection_bias=None, renormalize=False, scale=1.0, n_group=1, topk_group=0,
          group_score="top2", out=(None, None), stream=None):
     """The router: (ids int32 [T,k], weights float32 [T,k]) of logits [T,E]. See epmoe_topk_args_t for the rules."""
-    logits = as_tensor(logits, stream)
+    logits = named_tensor("logits", logits, stream)
     tokens, experts = _matrix(logits, "logits")
+    k = integer("k", k)
+    if k < 1:
+        raise ValueError(f"k is {k}: expected at least 1")
+    out = out or (None, None)
     if selection_bias is not None:
         require(as_tensor(selection_bias, stream), (experts,), "float32", logits.device, "selection_bias", False)
     ids = _output(out[0], (tokens, k), "int32", logits.device, "out[0]")
@@ -126,8 +148,11 @@ def topk(logits, k, *, scoring="softmax", selection_bias=None, renormalize=False
 
 def align(ids, num_experts, block_size=1, *, expert_map=None, stream=None):
     """Slots sorted by expert: (sorted_ids [P], expert_ids [P/block_size], num_post_padded [1]), all int32."""
-    ids = as_tensor(ids, stream)
+    ids = named_tensor("ids", ids, stream)
     tokens, k = _matrix(ids, "ids")
+    num_experts, block_size = integer("num_experts", num_experts), integer("block_size", block_size)
+    if num_experts < 1 or block_size < 1:
+        raise ValueError(f"num_experts is {num_experts} and block_size {block_size}: expected at least 1")
     require(ids, ids.shape, "int32", ids.device, "ids", False)
     if expert_map is not None:
         require(as_tensor(expert_map, stream), (num_experts,), "int32", ids.device, "expert_map", False)
@@ -144,7 +169,8 @@ def experts(x, ids, weights, w13, w2, *, b13=None, b2=None, activation="silu", a
             weight_on_input=False, residual=None, out=None, stream=None):
     """The routed experts for given routing: y [T,d] of x [T,d], ids int32 and weights float32 [T,k], w13 [E,2f,d] gate
     rows first, w2 [E,d,f], of one dtype. Quantised weights: epmoe.run("experts", ...) with epmoe_weight_t."""
-    x, ids, weights, w13, w2 = (as_tensor(source, stream) for source in (x, ids, weights, w13, w2))
+    x, ids, weights, w13, w2 = (named_tensor(name, source, stream) for name, source in
+                                (("x", x), ("ids", ids), ("weights", weights), ("w13", w13), ("w2", w2)))
     tokens, hidden = _matrix(x, "x")
     if len(w13.shape) != 3 or w13.shape[1] % 2:
         raise ValueError(f"w13 is {w13}: expected shape (E, 2f, {hidden})")
@@ -153,6 +179,9 @@ def experts(x, ids, weights, w13, w2, *, b13=None, b2=None, activation="silu", a
     require(w2, (shape[0], hidden, shape[1] // 2), w13.dtype, x.device, "w2", False)
     require(ids, (tokens, _matrix(ids, "ids")[1]), "int32", x.device, "ids", False)
     require(weights, ids.shape, "float32", x.device, "weights", False)
+    for name, bias, size in (("b13", b13, shape[1]), ("b2", b2, hidden)):
+        if bias is not None:
+            require(named_tensor(name, bias, stream), (shape[0], size), "float32", x.device, name, False)
     if residual is not None:
         require(as_tensor(residual, stream), x.shape, x.dtype, x.device, "residual", False)
     out = _output(out, (tokens, hidden), x.dtype, x.device, "out")

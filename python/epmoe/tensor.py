@@ -25,7 +25,7 @@ _DTYPES = {
 }
 _BY_DLPACK = {(code, bits): name for name, (_, code, bits, _) in _DTYPES.items()}
 _BY_KIND = {kind: name for name, (_, _, _, kind) in _DTYPES.items() if kind}
-_BY_FORMAT = {"f": "float32", "e": "float16", "B": "uint8", "b": "uint8", "i": "int32", "q": "int64", "l": "int64"}
+_BY_FORMAT = {"f": "float32", "e": "float16", "B": "uint8", "i": "int32", "q": "int64", "l": "int64"}
 _DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # kDLCPU, kDLCUDAHost; kDLCUDA, kDLCUDAManaged
 
 
@@ -122,6 +122,8 @@ def _from_interface(interface, device, owner):
                         "DLPack")
     size = _DTYPES[dtype][2] // 8
     strides = interface.get("strides")
+    if strides and any(stride % size for stride in strides):
+        raise ValueError(f"the array has strides of {strides} bytes: expected whole elements of {size}")
     pointer, readonly = interface["data"]
     return Tensor(tuple(interface["shape"]), dtype, device, pointer or 0, owner,
                   strides and tuple(stride // size for stride in strides), readonly)
@@ -142,6 +144,14 @@ def _from_buffer(source):
         address, view = ctypes.addressof(kept), (view, kept)
     source = memoryview(source)
     return Tensor(tuple(source.shape), dtype, CPU, address, view, readonly=source.readonly)
+
+
+def named_tensor(name, source, stream=None):
+    """as_tensor, whose errors say which argument it was."""
+    try:
+        return as_tensor(source, stream)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 class Tensor:

@@ -56,6 +56,63 @@ class Interface(unittest.TestCase):
         self.assertEqual(symbols, len(_abi.FUNCTIONS))
 
 
+class Refused(unittest.TestCase):
+    """What C could not tell from something else."""
+
+    def test_integers_beyond_32_bits(self):
+        ids = tensor([0, 1, 2, 3], "i", 4, 1)
+        for call in (lambda: epmoe.align(ids, 4, 2**32 + 1), lambda: epmoe.align(ids, 2**32 + 4),
+                     lambda: epmoe.expert_range(2**32 + 8, 2, 1), lambda: epmoe.config(hidden=2**32 + 64),
+                     lambda: epmoe.topk(tensor([1, 2], "f", 1, 2), 2, n_group=2**32 + 1)):
+            with self.assertRaisesRegex(ValueError, "is 42949[0-9]*: expected 32 bits"):
+                call()
+        with self.assertRaisesRegex(TypeError, "num_tokens is 2.0: expected an integer"):
+            epmoe.run("silu_and_mul", num_tokens=2.0)
+        with self.assertRaisesRegex(TypeError, "scale is 'x': expected a number"):
+            epmoe.topk(tensor([1, 2], "f", 1, 2), 2, scale="x")
+        with self.assertRaisesRegex(ValueError, "k is -40: expected at least 1"):
+            epmoe.topk(tensor([1, 2], "f", 1, 2), -40)
+        with self.assertRaisesRegex(ValueError, "block_size 0: expected at least 1"):
+            epmoe.align(ids, 4, 0)
+
+    def test_arguments_are_named(self):
+        with self.assertRaisesRegex(TypeError, "logits: "):
+            epmoe.topk(None, 2)
+        with self.assertRaisesRegex(TypeError, "buffer has format 'b'"):
+            epmoe.as_tensor(array.array("b", [-1]))
+
+    def test_strides_that_are_no_elements(self):
+        memory = array.array("f", [0] * 32)
+
+        class Packed:
+            __array_interface__ = {"shape": (2, 4), "typestr": "<f4", "data": (memory.buffer_info()[0], False),
+                                   "strides": (19, 4), "version": 3}
+        with self.assertRaisesRegex(ValueError, "whole elements of 4"):
+            epmoe.as_tensor(Packed())
+
+    def test_weights_of_other_shapes(self):
+        config = epmoe.config(hidden=64, intermediate=32, num_experts=4, top_k=2, dtype="float32", max_tokens=4)
+        with epmoe.Comm("cpu") as comm:
+            layer = epmoe.Layer(config, comm)
+            good = {"router": epmoe.empty((4, 64), "float32"), "gate_up": epmoe.empty((4, 64, 64), "float32"),
+                    "down": epmoe.empty((4, 64, 32), "float32")}
+            for name, bad in (("router", epmoe.empty((64, 4), "float32")), ("gate_up", epmoe.empty((1, 1, 1), "float32")),
+                              ("gate_up", epmoe.empty((4, 64, 64), "bfloat16")), ("down", epmoe.empty((4, 32, 64), "float32"))):
+                with self.assertRaisesRegex(ValueError, f"{name} is .*expected shape"):
+                    layer.set_weights(**{**good, name: bad})
+            layer.close()
+        with self.assertRaisesRegex(ValueError, "the Comm is closed"):
+            epmoe.Layer(config, comm)
+        with self.assertRaisesRegex(ValueError, "the Layer is closed"):
+            layer.set_random_weights()
+
+    def test_bias_of_experts(self):
+        x, ids, weights = tensor([1, 2], "f", 1, 2), tensor([0], "i", 1, 1), tensor([1], "f", 1, 1)
+        w13, w2 = tensor([1] * 8, "f", 1, 4, 2), tensor([1] * 4, "f", 1, 2, 2)
+        with self.assertRaisesRegex(ValueError, "b13 is .*expected shape"):
+            epmoe.experts(x, ids, weights, w13, w2, b13=tensor([1], "f", 1, 1))
+
+
 class Ops(unittest.TestCase):
     def test_topk_by_hand(self):
         # Probabilities 0.1 .. 0.4; the best two are 3 and 2, renormalised to 4/7 and 3/7.
