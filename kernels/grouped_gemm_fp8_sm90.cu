@@ -27,7 +27,7 @@
 namespace
 {
 
-/* One thread. Scales come by the copy that takes bytes: a tile begins at any row, and a box of theirs would then begin
+/* One warp. Scales come by the copy that takes bytes: a tile begins at any row, and a box of theirs would then begin
  * off the 16 bytes to which the innermost coordinate of a tensor of floats has to be aligned. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const epmoei_fp8_rows_t &x,
                                         const CUtensorMap *w_map, const x_maps_t *x_maps)
@@ -43,22 +43,19 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
         const int32_t skipped = first_scale(at.tile);
         const uint32_t scale_bytes = (skipped + at.tile.rows + kScaleRun - 1) / kScaleRun * kScaleRun * 4;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (!ptx_elect_one()) continue;
         ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kTileK + scale_bytes);
         ptx_tma_load_5d(to, w_map, done, k, p.gated ? 0 : block * kTileW, 0, p.gated ? block * (kTileW / 16) : 0,
                         at.tile.expert);
         ptx_bulk_load(scales + ring.stage * b.scales_each * 4, x.scales + at.step * x.stride + at.tile.row - skipped,
                       scale_bytes, done);
-        int32_t token = at.first;
-#pragma unroll
-        for (int i = kXMaps - 1; i >= 0; i--) {
-            if (!(at.part & 8 << i)) continue;
-            const uint32_t x_to = to + kWeightBytes + token * kTileK;
-            if (b.line.cluster == 1)
-                ptx_tma_load_2d(x_to, &x_maps->map[i], done, k, at.tile.row + token);
-            else
-                ptx_tma_load_2d_multicast(x_to, &x_maps->map[i], done, k, at.tile.row + token, 3);
-            token += 8 << i;
-        }
+        const uint32_t x_to = to + kWeightBytes + at.first * kTileK;
+        if (at.part == 0) continue; /* 8 tokens: all of them are the other block's */
+        const CUtensorMap *x_map = &x_maps->map[at.part / 8 - 1];
+        if (b.line.cluster == 1)
+            ptx_tma_load_2d(x_to, x_map, done, k, at.tile.row);
+        else
+            ptx_tma_load_2d_multicast(x_to, x_map, done, k, at.tile.row + at.first, 3);
     }
 }
 
@@ -295,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     if (threadIdx.x < kWarpgroup) {
         ptx_setmaxnreg_dec<40>();
-        if (threadIdx.x == 0)
+        if (threadIdx.x / 32 == 0)
             produce(p, b, x, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
@@ -351,7 +348,7 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_ro
     EPMOEI_CHECK(choose_pipeline(args, &line, &bytes));
     line.way = fp8_way(args, y != nullptr);
     EPMOEI_CHECK(encode_weights(&w_map, args, &p, EPMOE_F8_E4M3, 1, kTileW));
-    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_F8_E4M3, 1, x->codes, args->max_rows, args->k));
+    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_F8_E4M3, 1, x->codes, args->max_rows, args->k, line.tokens / line.cluster));
     const weight_scales_t w = weight_scales(args, &p);
     const epmoei_fp8_rows_t no_rows = {};
     EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_fp8_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

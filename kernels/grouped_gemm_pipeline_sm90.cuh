@@ -11,6 +11,7 @@ namespace
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
 constexpr int kMostStages = 8;
+constexpr int kNotes = 3;                /* tiles that are noted: one is stored, one is multiplied, one is looked up */
 constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
@@ -21,9 +22,9 @@ struct pipeline_t {
     int32_t ordered; /* experts by the width of their tiles instead of by number */
 };
 
-typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
+typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
 
-/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
+/* Byte offsets in shared memory: stages, staging of two warpgroups, notes of kNotes tiles, barriers, tile list. */
 struct shared_layout {
     int32_t staging, notes, notes_bytes, barriers, cumulative;
     __host__ __device__ explicit shared_layout(const pipeline_t &l)
@@ -31,7 +32,7 @@ struct shared_layout {
         staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
         notes = staging + 2 * kStagingBytes;
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
-        barriers = notes + 2 * notes_bytes;
+        barriers = notes + kNotes * notes_bytes;
         cumulative = barriers + (int32_t)sizeof(barriers_t);
     }
 };

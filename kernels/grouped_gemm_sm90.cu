@@ -3,8 +3,8 @@
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
  * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
- *   producer       one thread starts the copies of both operands into the stages, running ahead into the next tile
- *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *   producer       a warp, of which one thread starts the copies of both operands into the stages, running ahead into
+ * the next tile scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
@@ -14,6 +14,7 @@
  * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
  * expert_offsets. Each output's sum runs over K in steps of 16 whatever the tile width: results do not depend on other
  * rows. */
+#include "kernels/grouped_gemm_finished_sm90.cuh"
 #include "kernels/grouped_gemm_pipeline_sm90.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
@@ -21,12 +22,6 @@
 
 namespace
 {
-
-/* The bits of wgmma_descriptor; of this form the compiler makes the code that the log's numbers are of. */
-__device__ __forceinline__ uint64_t descriptor_of(uint32_t shared)
-{
-    return (uint64_t)(shared >> 4 & 0x3FFF) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
-}
 
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
 __device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
@@ -43,21 +38,15 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
 {
     const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
     const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
-    int32_t token = at.first;
-#pragma unroll
-    for (int i = kXMaps - 1; i >= 0; i--) {
-        if (!(at.part & 8 << i)) continue;
-        const uint32_t part = to + token * kBlockK * 2;
-        const int32_t k = at.step * kBlockK, row = at.tile.row + token;
-        if (b.line.cluster == 1)
-            ptx_tma_load_2d(part, &x_maps->map[i], done, k, row);
-        else
-            ptx_tma_load_2d_multicast(part, &x_maps->map[i], done, k, row, 3);
-        token += 8 << i;
-    }
+    if (at.part == 0) return; /* 8 tokens: all of them are the other block's */
+    const CUtensorMap *map = &x_maps->map[at.part / 8 - 1];
+    if (b.line.cluster == 1)
+        ptx_tma_load_2d(to, map, done, at.step * kBlockK, at.tile.row);
+    else
+        ptx_tma_load_2d_multicast(to + at.first * kBlockK * 2, map, done, at.step * kBlockK, at.tile.row + at.first, 3);
 }
 
-/* One thread. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
+/* One warp. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
  * one ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
@@ -72,21 +61,23 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
         ring_t place = ring;
         int32_t early = 0;
         for (; more && early < b.line.stages; early++) {
-            load_weights(b, at, ring, w_map);
+            if (ptx_elect_one()) load_weights(b, at, ring, w_map);
             more = at.advance(p, b);
             ring.advance(b.line.stages);
         }
         epmoei_begin_dependent();
         for (; early > 0; early--) {
-            load_tokens(b, first, place, x_maps);
+            if (ptx_elect_one()) load_tokens(b, first, place, x_maps);
             first.advance(p, b);
             place.advance(b.line.stages);
         }
     }
     for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        load_weights(b, at, ring, w_map);
-        load_tokens(b, at, ring, x_maps);
+        if (ptx_elect_one()) {
+            load_weights(b, at, ring, w_map);
+            load_tokens(b, at, ring, x_maps);
+        }
     }
 }
 
@@ -115,7 +106,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         if (lane == 0) b.notes_of(ring.stage)->tile = tile;
         ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
-        ring.advance(2);
+        ring.advance(kNotes);
     }
 }
 
@@ -128,17 +119,18 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
         ptx_mbarrier_arrive_at(empty, threadIdx.x % 32);
 }
 
-/* acc += w x^T over all of K, for tiles of kN tokens. */
-template <typename T, int kN, int kRegisters>
-__device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t &ring, float (&acc)[kRegisters])
+/* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
+template <typename T, int kN, int kMaxN>
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, ring_t &ring, float (&acc)[kMaxN / 2],
+                                         finished_t<kMaxN> &done, ring_t &parts)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
         const uint32_t from = b.base + ring.stage * b.stage_bytes;
         wait_barrier(full + 8 * ring.stage, ring.parity);
-        const uint64_t w = descriptor_of(from + group * (kWeightBytes / 2));
-        const uint64_t x = descriptor_of(from + kWeightBytes);
+        const uint64_t w = wgmma_descriptor(descriptor_start(from + e.group * (kWeightBytes / 2)));
+        const uint64_t x = wgmma_descriptor(descriptor_start(from + kWeightBytes));
         ptx_wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < kBlockK / 16; kk++) /* 16 elements are 32 bytes, 2 in the descriptor's units */
@@ -148,9 +140,11 @@ __device__ __forceinline__ void multiply(const block_t &b, int32_t group, ring_t
             ptx_wgmma_wait<1>();
             release(b, previous);
         }
+        if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
         previous = empty + 8 * ring.stage;
         ring.advance(b.line.stages);
     }
+    if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
     release(b, previous);
 }
@@ -162,9 +156,9 @@ __device__ __forceinline__ void take_staging(const block_t &b, int32_t group, ep
     e.barriers = &b.barriers->staging[group];
 }
 
-__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, const tile_t &tile,
-                                           epilogue_t &e)
+__device__ __forceinline__ void read_notes(const gemm_params_t &p, const block_t &b, int32_t stage, epilogue_t &e)
 {
+    const tile_t tile = b.notes_of(stage)->tile;
     e.rows = b.rows_of(stage);
     e.scales = b.scales_of(stage);
     e.num_rows = tile.rows;
@@ -178,11 +172,10 @@ template <int kInFlight> __device__ __forceinline__ void store(const gemm_params
     epilogue_t e;
     take_staging(b, group, e);
     ring_t notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    for (;; notes.advance(kNotes)) {
         wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        if (b.notes_of(notes.stage)->tile.width == 0) return;
+        read_notes(p, b, notes.stage, e);
         if (p.gated)
             store_parts<4, kInFlight>(p, e, parts);
         else
@@ -198,12 +191,14 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     epilogue_t e;
     e.tid = threadIdx.x % kWarpgroup;
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
+    e.gated = p.gated;
+    finished_t<kMaxN> done = {};
     ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
-    for (;; notes.advance(2)) {
+    for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const tile_t tile = b.notes_of(notes.stage)->tile;
-        if (tile.width == 0) return;
-        read_notes(p, b, notes.stage, tile, e);
+        const int32_t width = b.notes_of(notes.stage)->tile.width;
+        if (width == 0) break;
+        read_notes(p, b, notes.stage, e);
         load_bias(p, e);
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
@@ -211,10 +206,10 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         float acc[kMaxN / 2];
 #pragma unroll
         for (int i = 0; i < kMaxN / 2; i++) acc[i] = 0.0f;
-        switch (tile.width) {
+        switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e.group, ring, acc);                                               \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                        \
         break
             WIDTH(8);
             WIDTH(16);
@@ -238,9 +233,12 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
             WIDTH(256);
 #undef WIDTH
         }
-        finish_tile<T>(p, b.line.way, e, acc, parts);
+        read_notes(p, b, notes.stage, e); /* again: registers are few beside the product */
+        pack_tile<T, (kMaxN > kNarrow)>(p, b.line.way, e, acc, done);
+        if constexpr (kMaxN <= kNarrow) give_all(e, done, parts);
         ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
     }
+    give_all(e, done, parts);
 }
 
 /* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
@@ -266,10 +264,12 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < kNotes; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
                               2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+        }
+        for (int i = 0; i < 2; i++) {
             for (int part = 0; part < kStagingParts; part++) {
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
@@ -293,15 +293,15 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 72>();
-        if (threadIdx.x == 0)
+        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 40>();
+        if (threadIdx.x / 32 == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
         else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
-            store<kMaxN <= kNarrow ? 2 : 8>(p, b, threadIdx.x / 32 - 2);
+            store<2>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 216>();
+        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 232>();
         consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
@@ -340,7 +340,7 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     CUtensorMap w_map;
     x_maps_t x_maps;
     EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
-    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k));
+    EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k, line.max_n / line.cluster));
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
     const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
@@ -356,7 +356,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
-        EPMOEI_CHECK(epmoei_sort_rows_sm80(args, args->workspace, stream));
+        EPMOEI_CHECK(epmoei_sort_rows_sm90(args, args->workspace, stream));
         x = args->workspace;
         x_rows = args->max_rows;
     }
@@ -365,7 +365,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
     pipeline_t line;
     line.way = epilogue_way(args);
-    if (max_n <= kNarrow && choose_pipeline(args, max_n, half, &line, &bytes))
+    if (max_n <= kNarrow && line.way != WAY_ANY && choose_pipeline(args, max_n, half, &line, &bytes))
         return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
     while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
     return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);

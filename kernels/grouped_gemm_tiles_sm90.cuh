@@ -14,8 +14,9 @@ constexpr int kBlockK = 64;    /* as many of 16 bits */
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 
-/* Maps of the same rows of x with boxes of 8, 16, ... 256 tokens: any multiple of 8 is a few copies. */
-constexpr int kXMaps = 6;
+/* Maps of the same rows of x with boxes of 8, 16, ... 128 tokens, so that a step's tokens are one copy: one thread
+ * starts them all, and what it takes for each bounds narrow tiles. */
+constexpr int kXMaps = 16;
 struct x_maps_t {
     CUtensorMap map[kXMaps];
 };
@@ -54,13 +55,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t start)
     return (uint64_t)(1 << 30 | 1024 >> 4) << 32 | start;
 }
 
-/* x [rows,k] of elements of `bytes` bytes. */
+/* x [rows,k] of elements of `bytes` bytes, for copies of at most `tokens`. */
 inline epmoe_status_t encode_rows(x_maps_t *maps, epmoe_dtype_t dtype, int32_t bytes, const void *x, int64_t rows,
-                                  int32_t k)
+                                  int32_t k, int32_t tokens)
 {
     const cuuint64_t dims[2] = {(cuuint64_t)k, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)k * bytes};
-    for (int i = 0; i < kXMaps; i++) {
-        const cuuint32_t box[2] = {(cuuint32_t)(kRowBytes / bytes), (cuuint32_t)(8 << i)};
+    for (int i = 0; 8 * i < tokens; i++) {
+        const cuuint32_t box[2] = {(cuuint32_t)(kRowBytes / bytes), (cuuint32_t)(8 * (i + 1))};
         EPMOEI_CHECK(tensor_map_encode(&maps->map[i], dtype, x, 2, dims, strides, box));
     }
     return EPMOE_OK;

@@ -70,12 +70,6 @@ struct pipeline_t {
 };
 
 typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
-
-/* Maps of the same rows of x with boxes of 8, 16, ... 128 tokens: what a block copies of a tile's is one box. */
-constexpr int kMostXTokens = 128;
-struct x_boxes_t {
-    CUtensorMap map[kMostXTokens / 8];
-};
 /* From a barrier of full stages to that of the same stage when empty: one address serves for both. */
 constexpr uint32_t kEmptyFromFull = offsetof(barriers_t, empty) - offsetof(barriers_t, full);
 constexpr uint32_t kNotesEmptyFromFull = offsetof(barriers_t, notes_empty) - offsetof(barriers_t, notes_full);

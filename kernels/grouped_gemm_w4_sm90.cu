@@ -27,7 +27,7 @@ namespace
  */
 template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
-                                        const x_boxes_t *x_maps)
+                                        const x_maps_t *x_maps)
 {
     static_assert(2 * Cut::kTiles <= 4 && Cut::kDepth <= 16, "lanes enough");
     const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 template <kind_t kKind, typename Cut>
 __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
-                           const __grid_constant__ x_boxes_t x_maps)
+                           const __grid_constant__ x_maps_t x_maps)
 {
     static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
     extern __shared__ __align__(1024) char shared[];
@@ -445,14 +445,9 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
         line.max_n -= 16;
     if (!*fits) return EPMOE_OK;
 
-    x_boxes_t x_maps;
-    static_assert(Cut::kMaxN / Cut::kCluster <= kMostXTokens, "a box for every tile");
-    const cuuint64_t dims[2] = {(cuuint64_t)args->k, (cuuint64_t)c->x_rows}, strides[1] = {(cuuint64_t)args->k * 2};
-    for (int i = 0; i < line.max_n / Cut::kCluster / 8; i++) {
-        const cuuint32_t box[2] = {kBlockK, (cuuint32_t)(8 * (i + 1))};
-        EPMOEI_CHECK(tensor_map_encode(&x_maps.map[i], EPMOE_BF16, c->x, 2, dims, strides, box));
-    }
-    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_boxes_t) = grouped_gemm_w4_kernel<kKind, Cut>;
+    x_maps_t x_maps;
+    EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k, line.max_n / Cut::kCluster));
+    void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles =
         gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * Cut::kCluster);
@@ -506,7 +501,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
     call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
     if (needs_gather(args)) {
         EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
-                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
+                                        : epmoei_sort_rows_sm90(args, args->workspace, stream));
         c.x = args->workspace;
         c.x_rows = args->max_rows;
     }

@@ -114,5 +114,5 @@ extern "C" epmoe_status_t epmoei_unpermute_sm80(const epmoe_unpermute_args_t *ar
     sum.hidden = args->hidden;
     sum.y_dtype = args->dtype;
     sum.out_dtype = args->dtype;
-    return epmoei_row_sum_sm80(&sum, "epmoe_unpermute", stream);
+    return epmoei_row_sum(&sum, "epmoe_unpermute", stream);
 }

@@ -360,6 +360,15 @@ __device__ __forceinline__ void ptx_tma_load_2d_multicast(uint32_t shared, const
                  : "memory");
 }
 
+/* True in one thread of the warp. The compiler knows that it is one, and so passes what a copy needs to the unit that
+ * starts it without a loop over threads. */
+__device__ __forceinline__ bool ptx_elect_one()
+{
+    uint32_t elected;
+    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+    return elected;
+}
+
 __device__ __forceinline__ uint32_t ptx_cluster_block_rank()
 {
     uint32_t rank;
@@ -416,6 +425,25 @@ __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *globa
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
+}
+
+/* `bytes`, a multiple of 16, out of shared memory; they count in the thread's group that the next commit closes. */
+__device__ __forceinline__ void ptx_bulk_store(void *global, uint32_t shared, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void ptx_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/* Until at most kPending groups have not been read from shared memory, */
+template <int kPending> __device__ __forceinline__ void ptx_bulk_wait_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+/* or not been written. */
+template <int kPending> __device__ __forceinline__ void ptx_bulk_wait()
+{
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)

@@ -29,7 +29,12 @@ typedef struct epmoei_row_sum_t {
     epmoe_dtype_t out_dtype; /* of residual too */
 } epmoei_row_sum_t;
 
+/* By whichever kernel of the tier suits; all of them give the same bits. */
+epmoe_status_t epmoei_row_sum(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream);
+
 epmoe_status_t epmoei_row_sum_sm80(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream);
+epmoe_status_t epmoei_row_sum_sm90(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream);
+bool epmoei_row_sum_fits_sm90(const epmoei_row_sum_t *sum);
 
 #ifdef __cplusplus
 }

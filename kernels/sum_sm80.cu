@@ -1,3 +1,4 @@
+#include "kernels/kernel_table.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/row_sum_cuda.h"
 #include "kernels/rows_cuda.cuh"
@@ -118,6 +119,12 @@ extern "C" epmoe_status_t epmoei_row_sum_sm80(const epmoei_row_sum_t *sum, const
     }
 }
 
+extern "C" epmoe_status_t epmoei_row_sum(const epmoei_row_sum_t *sum, const char *op, epmoe_stream_t stream)
+{
+    if (epmoei_cuda_tier() == 90 && epmoei_row_sum_fits_sm90(sum)) return epmoei_row_sum_sm90(sum, op, stream);
+    return epmoei_row_sum_sm80(sum, op, stream);
+}
+
 static epmoe_status_t sum_slots(const epmoe_sum_args_t *args, int32_t bound, int32_t *error_word, epmoe_stream_t stream)
 {
     EPMOEI_CHECK_ALIGNED(args->y, 16);
@@ -142,7 +149,7 @@ static epmoe_status_t sum_slots(const epmoe_sum_args_t *args, int32_t bound, int
     sum.hidden = args->hidden;
     sum.y_dtype = args->y_dtype;
     sum.out_dtype = args->out_dtype;
-    return epmoei_row_sum_sm80(&sum, "epmoe_sum", stream);
+    return epmoei_row_sum(&sum, "epmoe_sum", stream);
 }
 
 extern "C" epmoe_status_t epmoei_sum_sm80(const epmoe_sum_args_t *args, epmoe_stream_t stream)

@@ -119,6 +119,32 @@ static void check_options(testing_rng_t *rng)
     check_end();
 }
 
+/* Enough for the form with a ring: pieces of a row, unused slots, what is added, a count on the device. */
+static void check_many(testing_rng_t *rng)
+{
+    const int32_t hiddens[] = {2048, 2880, 7168};
+    check_begin("sum", "8 MB and more");
+    for (int32_t i = 0; i < 12; i += check_step(5)) {
+        int32_t hidden = hiddens[i % 3], top_k = i % 4 == 3 ? 32 : 1 + i % 4 * 4;
+        shape_t shape = {.tokens = (int32_t)((5 << 20) / (hidden * top_k)) + 1 + i,
+                         .top_k = top_k,
+                         .hidden = hidden,
+                         .y_dtype = i % 2 ? EPMOE_F16 : EPMOE_BF16,
+                         .out_dtype = i % 2 ? EPMOE_F16 : EPMOE_BF16,
+                         .weights = i % 3 != 1,
+                         .ids = i / 2 % 2,
+                         .addend = i / 3 % 2,
+                         .residual = i / 4 % 2};
+        check_case_t c;
+        make(&c, rng, &shape, i % 4);
+        int32_t *actual = CHECK_ADD(&c, epmoe_sum_args_t, num_tokens_dev, CHECK_IN, EPMOE_I32, 1, 1, 4);
+        *actual = shape.tokens - 3 * (i % 2);
+        check_run(&c);
+        check_free(&c);
+    }
+    check_end();
+}
+
 typedef struct refill_t {
     testing_rng_t *rng;
     const shape_t *shape;
@@ -169,5 +195,6 @@ void check_sum(testing_rng_t *rng)
 {
     check_shapes(rng);
     check_options(rng);
+    check_many(rng);
     check_calls(rng);
 }
