@@ -45,7 +45,6 @@ epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gemm_args_t *a
 /* to[r] = the row of x that row r of the sorted order reads; `to` is [max_rows,K] of x_dtype, K a multiple of 8. Rows
  * of padding are left as they are. */
 epmoe_status_t epmoei_sort_rows_sm80(const epmoe_grouped_gemm_args_t *args, void *to, epmoe_stream_t stream);
-epmoe_status_t epmoei_sort_rows_sm90(const epmoe_grouped_gemm_args_t *args, void *to, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

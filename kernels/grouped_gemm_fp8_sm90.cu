@@ -116,6 +116,7 @@ __device__ __forceinline__ float2 load_weight_scales(const weight_scales_t &w, c
 __device__ __forceinline__ void release(const block_t &b, uint32_t empty, int32_t groups)
 {
     const int32_t lane = threadIdx.x % 32;
+    __syncwarp(); /* other lanes' loads of scales, for which one arrives */
     if (b.line.cluster == 1) {
         if (lane < groups) ptx_mbarrier_arrive(empty);
     } else if (lane < 2 * groups)

@@ -356,7 +356,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
     if (needs_gather(args)) {
-        EPMOEI_CHECK(epmoei_sort_rows_sm90(args, args->workspace, stream));
+        EPMOEI_CHECK(epmoei_sort_rows_sm80(args, args->workspace, stream));
         x = args->workspace;
         x_rows = args->max_rows;
     }

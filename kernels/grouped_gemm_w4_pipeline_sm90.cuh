@@ -64,6 +64,7 @@ struct shared_layout_t {
 
 struct pipeline_t {
     int32_t max_n;  /* most tokens of a tile: a multiple of 16 */
+    int32_t noted;  /* tokens that a tile's notes have room for: the epilogue reads 32 at a time */
     int32_t stages; /* <= kMostStages */
     int32_t way;    /* epilogue_way_t */
     shared_layout_t layout;
@@ -85,7 +86,7 @@ template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const
     layout.stage_bytes = (int32_t)epmoei_round_up(layout.zeros + (w->zeros ? groups * EPMOEI_TILE_ROWS : 0), 1024);
     layout.staging = l->stages * layout.stage_bytes;
     layout.notes = layout.staging + 2 * kStagingBytes;
-    layout.notes_bytes = (int32_t)sizeof(notes_t) + 3 * l->max_n * 4;
+    layout.notes_bytes = (int32_t)sizeof(notes_t) + 3 * l->noted * 4;
     layout.barriers = layout.notes + 2 * layout.notes_bytes;
     layout.cumulative = layout.barriers + (int32_t)sizeof(barriers_t);
     return layout;
@@ -114,7 +115,7 @@ struct block_t {
         return (notes_t *)(shared + line.layout.notes + i * line.layout.notes_bytes);
     }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
-    __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
+    __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.noted); }
     /* The first 64 weight rows of this block in a tile, counted in such tiles of 64. */
     template <typename Cut> __device__ __forceinline__ int32_t first_w_tile(const tile_t &tile) const
     {

@@ -199,6 +199,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
             from.make(next, w, layout, place.base, (s + 1) % kSteps);
         }
         ptx_wgmma_wait<0>();
+        __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
         ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
         if (!more) break;
     }
@@ -415,6 +416,7 @@ template <typename Cut>
 bool choose_pipeline(const weights_t *w, int32_t num_experts, int32_t limit, pipeline_t *line, int32_t *bytes)
 {
     const int32_t fewest = 3;
+    line->noted = (int32_t)epmoei_round_up(line->max_n, kSelectTokens);
     for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
         line->layout = shared_layout<Cut>(line, w);
         *bytes = line->layout.cumulative + (num_experts + 1) * 4;
@@ -501,7 +503,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
     call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
     if (needs_gather(args)) {
         EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
-                                        : epmoei_sort_rows_sm90(args, args->workspace, stream));
+                                        : epmoei_sort_rows_sm80(args, args->workspace, stream));
         c.x = args->workspace;
         c.x_rows = args->max_rows;
     }

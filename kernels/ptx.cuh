@@ -427,25 +427,6 @@ __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *globa
         : "memory");
 }
 
-/* `bytes`, a multiple of 16, out of shared memory; they count in the thread's group that the next commit closes. */
-__device__ __forceinline__ void ptx_bulk_store(void *global, uint32_t shared, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void ptx_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-/* Until at most kPending groups have not been read from shared memory, */
-template <int kPending> __device__ __forceinline__ void ptx_bulk_wait_read()
-{
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-/* or not been written. */
-template <int kPending> __device__ __forceinline__ void ptx_bulk_wait()
-{
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ void ptx_tma_prefetch_map(const void *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
