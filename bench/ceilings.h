@@ -7,9 +7,10 @@
 #include "bench/cuda.h"
 
 typedef struct ceilings_t {
-    double read_bytes_per_s; /* of each rank while all read */
-    double flops_per_s;      /* infinite where there is nothing to measure it with */
-    double empty_graph_us;   /* CUDA: a graph of one empty kernel, timed as the cases are */
+    double read_bytes_per_s;      /* of each rank while all read */
+    double flops_per_s;           /* infinite where there is nothing to measure it with */
+    double sustained_flops_per_s; /* the same product after half a second of it; 0 = not measured, as on the CPU */
+    double empty_graph_us;        /* CUDA: a graph of one empty kernel, timed as the cases are */
     int32_t num_machines;
     int32_t *domain;      /* [size]: the lowest rank with the same memory: that of a machine, or of a device */
     bool shares_cores;    /* CPU: somewhere a machine's ranks have more threads than cores */
@@ -29,7 +30,7 @@ void ceilings_free(ceilings_t *ceilings);
 /* Reads as much as the last-level cache holds, so that what the next timed call needs comes from memory. CPU only. */
 void ceilings_flush(const ceilings_t *ceilings);
 
-/* ceilings_cuda.c: the first three fields. */
+/* ceilings_cuda.c: the first four fields. */
 epmoe_status_t ceilings_measure_cuda(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
                                      epmoe_dtype_t dtype);
 

@@ -48,7 +48,8 @@ static void print_speeds(const bench_t *bench)
     if (bench->backend != EPMOE_BACKEND_CUDA)
         printf("fp32 GEMM %.1f GFLOP/s", ceilings->flops_per_s * 1e-9);
     else if (isfinite(ceilings->flops_per_s))
-        printf("%s GEMM %.1f TFLOP/s", epmoe_dtype_string(bench->options->dtype), ceilings->flops_per_s * 1e-12);
+        printf("%s GEMM %.1f TFLOP/s (%.1f sustained)", epmoe_dtype_string(bench->options->dtype),
+               ceilings->flops_per_s * 1e-12, ceilings->sustained_flops_per_s * 1e-12);
     else
         printf("GEMM unknown (built without cuBLASLt)");
 }

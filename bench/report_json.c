@@ -10,6 +10,13 @@
 /* JSON has no infinity. */
 static json_t *number(double value) { return isfinite(value) ? json_real(value) : json_null(); }
 
+/* Null where it was not measured. */
+static json_t *sustained(const ceilings_t *ceilings)
+{
+    const double flops = ceilings->sustained_flops_per_s;
+    return flops > 0 ? number(flops * 1e-12) : json_null();
+}
+
 typedef struct json_field_t {
     const char *name;
     json_t *value;
@@ -114,6 +121,7 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
         {"rank_load_max_over_mean", number(result->rank_load_max_over_mean)},
         {"read_ceiling_gbps", number(ceilings->read_bytes_per_s * 1e-9)},
         {"gemm_ceiling_tflops", number(ceilings->flops_per_s * 1e-12)},
+        {"gemm_sustained_tflops", sustained(ceilings)},
         {"empty_graph_us", json_empty_graph(bench)},
         {"checked_rows", json_integer(result->checked_rows)},
         {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
@@ -136,6 +144,7 @@ epmoe_status_t report_json_op(const bench_t *bench, int32_t num_tokens, const ca
         {"empty_graph_us", json_empty_graph(bench)},
         {"read_ceiling_gbps", number(bench->ceilings.read_bytes_per_s * 1e-9)},
         {"gemm_ceiling_tflops", number(bench->ceilings.flops_per_s * 1e-12)},
+        {"gemm_sustained_tflops", sustained(&bench->ceilings)},
         {"iters", json_integer(bench->iters)},
         {"warmup", json_integer(bench->warmup)},
         {"tokens", json_integer(num_tokens)},

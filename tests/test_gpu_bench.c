@@ -162,6 +162,11 @@ Test(gpu_bench, floor_counts_what_the_device_reads)
     double flops = 6.0 * 10 * 64 * 96 + 2.0 * 5 * 8 * 64, seconds = bytes / (1e9 * number(object, "read_ceiling_gbps"));
     if (json_is_number(json_object_get(object, "gemm_ceiling_tflops")))
         seconds = fmax(seconds, flops / (1e12 * number(object, "gemm_ceiling_tflops")));
+    json_t *sustained = json_object_get(object, "gemm_sustained_tflops");
+    cr_assert_eq(json_is_number(sustained), json_is_number(json_object_get(object, "gemm_ceiling_tflops")));
+    if (json_is_number(sustained))
+        cr_assert(json_number_value(sustained) > 0 &&
+                  json_number_value(sustained) < 1.05 * number(object, "gemm_ceiling_tflops"));
     cr_assert(fabs(number(object, "floor_us") * 1e-6 / seconds - 1) < 1e-6);
     cr_assert_eq(number(object, "ranks_per_device"), 1);
     json_decref(object);
