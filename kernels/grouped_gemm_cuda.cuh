@@ -130,9 +130,9 @@ struct gemm_tile_t {
     int32_t col;  /* first column of the product */
 };
 
-/* Tiles of an expert follow each other, its row tiles fastest, so that blocks that run together share weights. */
-__device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t tile,
-                                                      int32_t col_tiles, int32_t block_m, int32_t block_n)
+/* Whose tile it is. */
+__device__ __forceinline__ int32_t gemm_find_expert(const gemm_params_t &p, const int32_t *cumulative, int64_t tile,
+                                                    int32_t col_tiles)
 {
     int32_t lo = 0, hi = p.num_experts;
     while (hi - lo > 1) {
@@ -142,6 +142,14 @@ __device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, co
         else
             hi = mid;
     }
+    return lo;
+}
+
+/* Tiles of an expert follow each other, its row tiles fastest, so that blocks that run together share weights. */
+__device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, const int32_t *cumulative, int64_t tile,
+                                                      int32_t col_tiles, int32_t block_m, int32_t block_n)
+{
+    const int32_t lo = gemm_find_expert(p, cumulative, tile, col_tiles);
     int32_t row_tiles = cumulative[lo + 1] - cumulative[lo];
     int32_t local = (int32_t)(tile - (int64_t)cumulative[lo] * col_tiles);
     gemm_tile_t t;

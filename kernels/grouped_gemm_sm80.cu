@@ -7,6 +7,7 @@
  * on other rows. */
 #include "kernels/grouped_gemm_cuda.cuh"
 #include "kernels/grouped_gemm_tile.h"
+#include "kernels/grouped_gemm_wide_sm80.h"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -187,6 +188,7 @@ epmoe_status_t launch_tile(const epmoe_grouped_gemm_args_t *args, const epmoei_d
     case 32: return launch<T, tile_32>(args, device, stream);
     case 64: return launch<T, tile_64>(args, device, stream);
     default:
+        if (epmoei_grouped_gemm_wide_fits_sm80(args, device)) return epmoei_grouped_gemm_wide_sm80(args, stream);
         /* Devices with 99 KB of shared memory a block hold the list of few experts only beside the tallest tile. */
         if (tile_128::kBufferBytes + (args->num_experts + 1) * 4 + 2048 > device->shared_bytes_per_block)
             return launch<T, tile_64>(args, device, stream);

@@ -8,7 +8,17 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows)
     if (mean <= 16) return 16;
     if (mean <= 32) return 32;
     if (mean <= 64) return 64;
-    return 128;
+    return 256;
+}
+
+int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int32_t n, int32_t num_sms)
+{
+    enum { kLeast = 64, kMost = 256, kColumns = 128 };
+    const int64_t mean = epmoei_ceil_div(max_rows, num_experts);
+    const int64_t columns = num_experts * epmoei_ceil_div(n, kColumns);
+    int32_t rows = kMost;
+    while (rows > kLeast && epmoei_ceil_div(mean, rows) * columns < num_sms) rows /= 2;
+    return rows;
 }
 
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)

@@ -8,10 +8,14 @@
 extern "C" {
 #endif
 
-/* Tile height of the sm80 tier, 16 to 128 rows, for max_rows rows spread over num_experts experts. A tile twice as high
- * reads the weights half as often and computes up to twice as many rows that are not there, so the height follows the
- * mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache. */
+/* Tile height of the sm80 tier, 16 to 64 or 256 rows, for max_rows rows spread over num_experts experts. A tile twice
+ * as high reads the weights half as often and computes up to twice as many rows that are not there, so the height
+ * follows the mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache.
+ * 256 is the most that a tile of the wide kernel has: it computes no more rows than there are, in steps of 16. */
 int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
+
+/* Most rows of a tile of the wide kernel, 64 to 256: fewer where 256 would leave SMs without a tile. */
+int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int32_t n, int32_t num_sms);
 
 /* Most tokens of a tile of the sm90 tier, a multiple of 32 from 32 to 256: the mean plus three of its roots, which is
  * what nearly every expert stays below when tokens choose evenly. An expert cut into two tiles copies its weights into

@@ -20,6 +20,21 @@ __device__ __forceinline__ void ptx_cp_async_16(uint32_t shared, const void *glo
                  : "memory");
 }
 
+/* The same, if `really`: a predicate where the compiler may make a branch. */
+__device__ __forceinline__ void ptx_cp_async_16_if(uint32_t shared, const void *global, uint32_t bytes, bool really)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n"
+                 "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"((uint32_t)really)
+                 : "memory");
+}
+
+/* 4 bytes. */
+__device__ __forceinline__ void ptx_cp_async_4(uint32_t shared, const void *global)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 /* The same by way of the first-level cache, of what several warps read. */
 __device__ __forceinline__ void ptx_cp_async_ca_16(uint32_t shared, const void *global, uint32_t bytes)
 {
@@ -71,6 +86,14 @@ __device__ __forceinline__ uint32_t ptx_select_or(uint32_t a, uint32_t mask, uin
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(b));
     return r;
+}
+
+/* base + 16 * index in one instruction, where the compiler may keep 16 * index in two registers. */
+__device__ __forceinline__ const void *ptx_address_of_16(const void *base, uint32_t index)
+{
+    uint64_t address;
+    asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(index), "l"(base));
+    return (const void *)address;
 }
 
 /* One half of a pair twice. What multiplies or adds pairs reads it in place: this takes no instruction there. */

@@ -362,13 +362,21 @@ Test(grouped_gemm, tile_choice)
     static const struct {
         int32_t experts, rows, sm80, sm90;
     } cases[] = {{128, 8, 16, 32},     {8, 128, 16, 32},    {8, 136, 32, 32},       {128, 4096, 32, 64},
-                 {128, 4608, 64, 64},  {128, 8192, 64, 96}, {256, 32768, 128, 192}, {128, 32768, 128, 256},
-                 {8, 16384, 128, 256}, {1, 1, 16, 32},      {4096, 4096, 16, 32}};
+                 {128, 4608, 64, 64},  {128, 8192, 64, 96}, {256, 32768, 256, 192}, {128, 32768, 256, 256},
+                 {8, 16384, 256, 256}, {1, 1, 16, 32},      {4096, 4096, 16, 32}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         cr_expect_eq(epmoei_grouped_gemm_tile_sm80(cases[i].experts, cases[i].rows), cases[i].sm80, "case %zu", i);
         cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
                      epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows));
     }
+    /* The wide kernel: whole tiles where every one of 132 SMs gets one. */
+    static const struct {
+        int32_t experts, rows, n, most;
+    } tall[] = {{8, 8192, 4096, 256}, {8, 2048, 4096, 256}, {1, 1024, 4096, 128}, {1, 200, 4096, 64},
+                {1, 8192, 128, 64},   {1, 8192, 640, 256},  {4, 400, 4400, 256},  {256, 32768, 64, 256}};
+    for (size_t i = 0; i < sizeof tall / sizeof tall[0]; i++)
+        cr_expect_eq(epmoei_grouped_gemm_rows_sm80(tall[i].experts, tall[i].rows, tall[i].n, 132), tall[i].most,
+                     "case %zu", i);
     for (int64_t rows = 1, last = 0; rows < INT32_MAX; rows += rows / 3 + 1) {
         int32_t width = epmoei_grouped_gemm_width_sm90(60, rows);
         cr_expect(width >= 32 && width <= 256 && width % 32 == 0 && width >= last, "%lld rows: %d", (long long)rows,

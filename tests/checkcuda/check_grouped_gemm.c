@@ -39,7 +39,14 @@ static epmoe_status_t reference(const void *args)
 
 static const check_op_t op = {"grouped_gemm", sizeof(epmoe_grouped_gemm_args_t), run, reference};
 
-typedef enum route_t { ROUTE_UNIFORM, ROUTE_ONE_EXPERT, ROUTE_FEW_EXPERTS, ROUTE_COUNT } route_t;
+/* ROUTE_ALL: every slot to the same expert, none left out. */
+typedef enum route_t {
+    ROUTE_UNIFORM,
+    ROUTE_ONE_EXPERT,
+    ROUTE_FEW_EXPERTS,
+    ROUTE_COUNT,
+    ROUTE_ALL = ROUTE_COUNT,
+} route_t;
 
 typedef struct shape_t {
     int32_t tokens, top_k, experts, n, k;
@@ -52,8 +59,8 @@ typedef struct shape_t {
     float limit;
 } shape_t;
 
-/* Every slot but about one in nine goes to an expert by the route. With an index, slots of an expert come in a random
- * order with padding between; the last rows of max_rows belong to nobody. */
+/* But for ROUTE_ALL every slot but about one in nine goes to an expert by the route. With an index, slots of an expert
+ * come in a random order with padding between; the last rows of max_rows belong to nobody. */
 static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape, int32_t max_rows)
 {
     if (shape->dense) {
@@ -67,10 +74,10 @@ static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape,
     for (int32_t i = 0; i < slots; i++) {
         int32_t j = testing_range(rng, 0, i);
         order[i] = order[j], order[j] = i;
-        expert[i] = shape->route == ROUTE_ONE_EXPERT    ? one
+        expert[i] = shape->route == ROUTE_ONE_EXPERT || shape->route == ROUTE_ALL ? one
                     : shape->route == ROUTE_FEW_EXPERTS ? (one + 7 * testing_range(rng, 0, 3)) % shape->experts
                                                         : testing_range(rng, 0, shape->experts - 1);
-        if (testing_range(rng, 0, 8) == 0) expert[i] = -1;
+        if (shape->route != ROUTE_ALL && testing_range(rng, 0, 8) == 0) expert[i] = -1;
     }
     for (int32_t e = 0; e < shape->experts; e++) {
         offsets[e] = rows;
@@ -88,7 +95,7 @@ static void fill_rows(testing_rng_t *rng, check_case_t *c, const shape_t *shape,
 
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
-    static const char *const routes[] = {"uniform", "one expert", "few experts"};
+    static const char *const routes[] = {"uniform", "one expert", "few experts", "all to one"};
     check_case(
         c, &op,
         "T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d weights %d on input %d index %d sorted %d%d",
@@ -215,6 +222,49 @@ static void check_epilogues(testing_rng_t *rng)
     check_end();
 }
 
+/* Many rows per expert, cut into tiles of up to 256: rows around the blocks of 16 and the tiles, and lists of so many
+ * tiles that every SM of a large device takes several. */
+static void check_tall(testing_rng_t *rng)
+{
+    const int32_t rows[] = {257, 272, 384, 500, 513, 1040};
+    check_begin("grouped_gemm", "many rows per expert");
+    for (int32_t i = 0; i < 6; i++) {
+        shape_t shape = {.tokens = rows[i],
+                         .top_k = 1,
+                         .experts = 4,
+                         .n = 4400 - 16 * i,
+                         .k = (const int32_t[]){8, 72, 136, 264, 64, 200}[i],
+                         .activation = i % 2 ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .layout = i % 4 == 1 ? EPMOE_LAYOUT_INTERLEAVED : EPMOE_LAYOUT_GATE_FIRST,
+                         .bias = i % 3 == 0,
+                         .row_weights = i % 3 != 1,
+                         .weight_on_input = i == 3,
+                         .dtype = x_dtypes[i % 2],
+                         .y_dtype = y_dtypes[(i + i / 3) % 3],
+                         .indexed = i % 2 || i == 4,
+                         .x_sorted = i == 2,
+                         .y_sorted = i == 2 || i == 5,
+                         .route = ROUTE_ALL};
+        run_one(rng, &shape);
+    }
+    for (int32_t i = 0; i < 4; i++) {
+        shape_t shape = {.tokens = i < 2 ? 560 : 1900,
+                         .top_k = 3,
+                         .experts = i < 2 ? 20 : 12,
+                         .n = i < 2 ? 2576 : 2056,
+                         .k = i % 2 ? 328 : 40,
+                         .activation = i % 2 ? EPMOE_ACTIVATION_NONE : EPMOE_ACTIVATION_SILU,
+                         .layout = EPMOE_LAYOUT_INTERLEAVED,
+                         .row_weights = i % 2,
+                         .dtype = x_dtypes[i / 2],
+                         .y_dtype = x_dtypes[i / 2],
+                         .indexed = true,
+                         .route = i == 2 ? ROUTE_FEW_EXPERTS : ROUTE_UNIFORM};
+        if (!check_small || i == 0) run_one(rng, &shape);
+    }
+    check_end();
+}
+
 /* As a layer calls it for the shared expert: one expert, any N, the rows counted on the device. */
 static void check_dense(testing_rng_t *rng)
 {
@@ -276,6 +326,8 @@ static void check_batch_invariance(testing_rng_t *rng)
                          .dtype = EPMOE_BF16,
                          .y_dtype = EPMOE_F32,
                          .activation = i % 2 ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .bias = true,
+                         .row_weights = i % 2,
                          .indexed = true,
                          .batch_invariant = true};
         check_case_t c;
@@ -370,6 +422,7 @@ void check_grouped_gemm(testing_rng_t *rng)
 {
     check_shapes(rng);
     check_epilogues(rng);
+    check_tall(rng);
     check_dense(rng);
     check_nan(rng);
     check_batch_invariance(rng);
