@@ -49,7 +49,8 @@ struct fp8_epilogue_t {
     char *staging;        /* [kFp8StagingBytes], this warp's */
     const int32_t *rows;  /* rows of y of the warp's 16 tokens, or -1 */
     const float2 *scales; /* what multiplies the tokens' products, and their outputs */
-    int32_t num_rows;     /* of the 16; may be below 1 */
+    int32_t lane;
+    int32_t num_rows; /* of the 16; may be below 1 */
     int32_t expert;
     int32_t col; /* first output of the tile */
 };
@@ -117,7 +118,7 @@ __device__ __forceinline__ int staged_chunk(int token, int chunk) { return (toke
 __device__ __forceinline__ void store_staged_rows(const gemm_params_t &p, const fp8_epilogue_t &e, int first,
                                                   int32_t col)
 {
-    const int lane = threadIdx.x % 32, chunk = lane % 16;
+    const int lane = e.lane, chunk = lane % 16;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int token = 2 * i + lane / 16;
@@ -132,7 +133,7 @@ __device__ __forceinline__ void store_staged_rows(const gemm_params_t &p, const 
 __device__ __forceinline__ void store_quantised_rows(const gemm_params_t &p, const epmoei_fp8_rows_t &y,
                                                      const fp8_epilogue_t &e, int first, int32_t col, float amax)
 {
-    const int lane = threadIdx.x % 32, token = lane / 4, part = lane % 4;
+    const int lane = e.lane, token = lane / 4, part = lane % 4;
     const bool bf16 = p.y_dtype == EPMOE_BF16;
     amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 2));
@@ -190,7 +191,7 @@ __device__ __forceinline__ void store_rows(const gemm_params_t &p, const epmoei_
                                            const fp8_epilogue_t &e, const float (&acc)[128], int first, int32_t col,
                                            int part, int num_parts)
 {
-    const int lane = threadIdx.x % 32, token = lane / 4;
+    const int lane = e.lane, token = lane / 4;
     const bool bf16 = p.y_dtype == EPMOE_BF16, inside = first + token < e.num_rows;
     const int32_t row = inside ? e.rows[first + token] : -1;
     const float2 scale = inside ? e.scales[first + token] : make_float2(1.0f, 1.0f);
@@ -243,54 +244,161 @@ template <> struct pair_of<__half> {
     using type = __half2;
 };
 
-/* A tile of FP8_QUICK. One round finishes 8 tokens by 128 outputs, with the names of registers that its first
- * accumulators have; the others are moved there, which is less than choosing each. */
-template <typename T>
-__device__ __forceinline__ void store_quick_tile(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
-                                                 const fp8_epilogue_t &e, float (&acc)[128])
+/* What follows is of FP8_QUICK: 16 tokens at a time, 128 bytes of each, a warp's staging. Without loops, since
+ * registers cannot be indexed. */
+
+/* Where 16 bytes of a token are staged: neither 8 tokens of a store nor 8 chunks of a load meet at a bank. */
+__device__ __forceinline__ uint32_t staged_piece(int token, int chunk)
 {
-    using pair_t = typename pair_of<T>::type;
-    const int lane = threadIdx.x % 32, token = lane / 4, rounds = p.gated ? 2 : 4;
-    char *const to = e.staging + 4 * (lane % 4);
-#pragma unroll 1
-    for (int round = 0; round < rounds; round++) {
-        const int first = round % 2 * 8;
-        if (first < e.num_rows) {
-            uint32_t most = 0;
-            if (p.gated) {
+    return token * 128 + ((chunk ^ token % 8) << 4);
+}
+
+/* Where the rows go of which a lane stores a piece: those of tokens lane/8 + 4i. */
+struct pieces_t {
+    char *to[4]; /* NULL = nowhere */
+};
+
+/* y [rows,pitch] bytes from byte `at` of a row on. */
+__device__ __forceinline__ pieces_t find_pieces(const fp8_epilogue_t &e, void *y, int64_t pitch, int32_t at)
+{
+    pieces_t pieces;
 #pragma unroll
-                for (int chunk = 0; chunk < 16; chunk++) {
-                    const float *v = acc + 8 * chunk; /* gates of two tokens, then their ups */
-                    const uint32_t packed = pack_pair(plain_silu(v[0], v[4]), plain_silu(v[1], v[5]), T());
-                    *(uint32_t *)(to + staged_chunk(token, chunk)) = packed;
-                    const uint32_t size = packed & 0x7FFF7FFFu;
-                    const pair_t larger = __hmax2(*(const pair_t *)&most, *(const pair_t *)&size); /* drops a NaN */
-                    most = *(const uint32_t *)&larger;
-                }
-            } else {
-                const float2 scale = first + token < e.num_rows ? e.scales[first + token] : make_float2(1.0f, 1.0f);
-                const float factor = scale.x * scale.y; /* one of them is 1 */
+    for (int i = 0; i < 4; i++) {
+        const int token = e.lane / 8 + 4 * i;
+        const int32_t row = token < e.num_rows ? e.rows[token] : -1;
+        pieces.to[i] = row < 0 ? nullptr : (char *)y + row * pitch + at + e.lane % 8 * 16;
+    }
+    return pieces;
+}
+
+/* 128 bytes of 16 tokens to y, `offset` bytes further; left: bytes from there to the end of a row. */
+__device__ __forceinline__ void store_pieces(const fp8_epilogue_t &e, const pieces_t &pieces, int32_t offset,
+                                             int32_t left)
+{
+    __syncwarp();
+    uint4 held[4];
 #pragma unroll
-                for (int chunk = 0; chunk < 16; chunk++)
-                    *(uint32_t *)(to + staged_chunk(token, chunk)) =
-                        pack_pair(acc[4 * chunk] * factor, acc[4 * chunk + 1] * factor, T());
-            }
-            const float2 sizes = unpack_pair(most, ptx_is_bf16<T>::value);
-            store_staged(p, y, way, e, first, e.col + round / 2 * kFp8Outputs, fmaxf(sizes.x, sizes.y));
-        }
-        if (round == 1) { /* plain alone goes on: both tokens of the upper 128 outputs */
+    for (int i = 0; i < 4; i++) held[i] = *(const uint4 *)(e.staging + staged_piece(e.lane / 8 + 4 * i, e.lane % 8));
 #pragma unroll
-            for (int i = 0; i < 64; i++) acc[i] = acc[64 + i];
-            continue;
-        }
+    for (int i = 0; i < 4; i++) ptx_store_16_if(pieces.to[i] + offset, held[i], pieces.to[i] && e.lane % 8 * 16 < left);
+    __syncwarp();
+}
+
+/* 64 outputs of 16 bits of each token, a pair of 8 outputs for each of the thread's tokens, and from there to y. */
+__device__ __forceinline__ void store_pairs(const fp8_epilogue_t &e, const uint32_t *pairs, const pieces_t &pieces,
+                                            int32_t offset, int32_t left)
+{
+    const uint32_t staging = ptx_shared_address(e.staging);
 #pragma unroll
-        for (int i = 0; i < 32; i++)
-            if (i < 16 || p.gated) acc[4 * i] = acc[4 * i + 2], acc[4 * i + 1] = acc[4 * i + 3];
+    for (int i = 0; i < 4; i++) /* two chunks, of the lower and the upper 8 tokens each */
+        ptx_stmatrix_x4(staging + staged_piece(e.lane % 16, 2 * i + e.lane / 16), pairs + 4 * i);
+    store_pieces(e, pieces, offset, left);
+}
+
+/* Pairs of finished outputs: of chunk i of 8 those of tokens lane/4 and lane/4 + 8. */
+template <typename T, int kChunks>
+__device__ __forceinline__ void finish_silu(uint32_t (&pairs)[2 * kChunks], const float (&acc)[128])
+{
+#pragma unroll
+    for (int i = 0; i < kChunks; i++) {
+        const float *v = acc + 8 * i; /* gates of two tokens, then their ups */
+        pairs[2 * i] = pack_pair(plain_silu(v[0], v[4]), plain_silu(v[1], v[5]), T());
+        pairs[2 * i + 1] = pack_pair(plain_silu(v[2], v[6]), plain_silu(v[3], v[7]), T());
     }
 }
 
+/* The 128 outputs of the thread's quad for one of its tokens: their scale, and their codes to staging. */
+template <typename T>
+__device__ __forceinline__ float stage_codes(const fp8_epilogue_t &e, const uint32_t (&pairs)[32], int upper)
+{
+    using pair_t = typename pair_of<T>::type;
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const uint32_t size = pairs[2 * i + upper] & 0x7FFF7FFFu;
+        const pair_t larger = __hmax2(*(const pair_t *)&most, *(const pair_t *)&size); /* drops a NaN */
+        most = *(const uint32_t *)&larger;
+    }
+    const float2 sizes = unpack_pair(most, ptx_is_bf16<T>::value);
+    float amax = fmaxf(sizes.x, sizes.y);
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 2));
+    const float scale = epmoei_scale_of_amax(amax);
+    const epmoei_divisor_t divisor = epmoei_divisor(scale);
+    const int token = e.lane / 4 + 8 * upper;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+        const float2 lower = unpack_pair(pairs[2 * i + upper], ptx_is_bf16<T>::value);
+        const float2 higher = unpack_pair(pairs[2 * i + 2 + upper], ptx_is_bf16<T>::value);
+        float values[4] = {lower.x, lower.y, higher.x, higher.y};
+        epmoei_divide_run<true>(values, divisor);
+        uint16_t *const to = (uint16_t *)(e.staging + staged_piece(token, i / 2)) + e.lane % 4;
+        to[0] = (uint16_t)epmoei_to_e4m3x2(values[0], values[1]);
+        to[4] = (uint16_t)epmoei_to_e4m3x2(values[2], values[3]);
+    }
+    return scale;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_quick_gated(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
+                                                  const fp8_epilogue_t &e, const float (&acc)[128])
+{
+    uint32_t pairs[32];
+    finish_silu<T, 16>(pairs, acc);
+    if (way & FP8_QUANTISED) {
+#pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+            const float scale = stage_codes<T>(e, pairs, upper);
+            const int token = e.lane / 4 + 8 * upper;
+            if (e.lane % 4 == 0 && token < e.num_rows && e.col < p.n_out && e.rows[token] >= 0)
+                y.scales[e.col / kFp8Outputs * y.stride + e.rows[token]] = scale;
+        }
+        store_pieces(e, find_pieces(e, y.codes, p.n_out, e.col), 0, p.n_out - e.col);
+        return;
+    }
+    const pieces_t pieces = find_pieces(e, p.y, (int64_t)p.n_out * 2, e.col * 2);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        store_pairs(e, pairs + 16 * half, pieces, 128 * half, (p.n_out - e.col) * 2 - 128 * half);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_quick_plain(const gemm_params_t &p, const fp8_epilogue_t &e,
+                                                  const float (&acc)[128])
+{
+    float factor[2]; /* one of the two is 1 */
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int token = e.lane / 4 + 8 * i;
+        const float2 scale = token < e.num_rows ? e.scales[token] : make_float2(1.0f, 1.0f);
+        factor[i] = scale.x * scale.y;
+    }
+    const pieces_t pieces = find_pieces(e, p.y, (int64_t)p.n_out * 2, e.col * 2);
+#pragma unroll
+    for (int quarter = 0; quarter < 4; quarter++) {
+        uint32_t pairs[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float *v = acc + 32 * quarter + 2 * i;
+            pairs[i] = pack_pair(v[0] * factor[i % 2], v[1] * factor[i % 2], T());
+        }
+        store_pairs(e, pairs, pieces, 128 * quarter, (p.n_out - e.col) * 2 - 128 * quarter);
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_quick_tile(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
+                                                 const fp8_epilogue_t &e, const float (&acc)[128])
+{
+    if (e.num_rows <= 0) return;
+    if (p.gated)
+        store_quick_gated<T>(p, y, way, e, acc);
+    else
+        store_quick_plain<T>(p, e, acc);
+}
+
 __device__ __forceinline__ void store_tile(const gemm_params_t &p, const epmoei_fp8_rows_t &y, int32_t way,
-                                           const fp8_epilogue_t &e, float (&acc)[128])
+                                           const fp8_epilogue_t &e, const float (&acc)[128])
 {
     if (way & FP8_QUICK) {
         if (p.y_dtype == EPMOE_BF16)

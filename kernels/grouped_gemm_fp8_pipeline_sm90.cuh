@@ -19,12 +19,16 @@ constexpr int kMostStages = 6;
 constexpr int kNotes = 4; /* tiles that are looked up ahead */
 /* Scales that one copy brings are whole runs of 16 bytes, at the beginning too, where a tile has a part of one. */
 constexpr int kScaleRun = 4;
+constexpr int kWeightScales = 4; /* of a step: for each 128 weight rows, of blocks of 8 at even and at odd places */
 
 struct pipeline_t {
     int32_t tokens;  /* most of a tile: 64 or 128 */
     int32_t stages;  /* <= kMostStages */
     int32_t way;     /* fp8_way_t */
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+    /* Steps of a shared tile that one warpgroup goes ahead of the other, 0 to leave it to chance. If they went together
+     * both would store at once, and nothing would multiply; stages that wait for the second one cannot be filled. */
+    int32_t lead;
 };
 
 /* Where the scales of weights are: those of 128 columns follow each other. A tile has two: of its gate and its up rows,
@@ -42,14 +46,15 @@ struct weight_scales_t {
 
 typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
 
-/* Byte offsets in shared memory: stages, their tokens' scales, staging of the warps, notes, barriers, tile list. */
+/* Byte offsets in shared memory: stages, their scales (tokens', then weights'), staging of the warps, notes, barriers,
+ * tile list. */
 struct shared_layout {
     int32_t stage, scales, scales_each, staging, notes, notes_bytes, barriers, cumulative;
     __host__ __device__ explicit shared_layout(const pipeline_t &l)
     {
         stage = kWeightBytes + l.tokens * kTileK;
         scales = l.stages * stage;
-        scales_each = l.tokens + kScaleRun;
+        scales_each = l.tokens + kScaleRun + kWeightScales;
         staging = scales + l.stages * scales_each * 4;
         notes = staging + kConsumerWarps * kFp8StagingBytes;
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.tokens * 4;
@@ -75,20 +80,31 @@ struct block_t {
     char *notes;
     int32_t notes_bytes;
     barriers_t *barriers;
-    const float *x_scales; /* [stages,scales_each], a tile's first at first_scale */
+    float *scales; /* [stages,scales_each], a tile's first at first_scale */
     int32_t scales_each;
     const int32_t *cumulative; /* row tiles of the experts below */
     int64_t tiles;
     int64_t first_tile;
     int64_t tile_step;
     int32_t clusters; /* over the weight rows */
-    int32_t rank;     /* in the cluster */
     int32_t k_steps;
 
     __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
     __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.tokens); }
-    __device__ __forceinline__ int32_t w_block(const tile_t &tile) const { return tile.cluster * line.cluster + rank; }
+    __device__ __forceinline__ float *weight_scales_of(int32_t stage) const
+    {
+        return scales + (stage + 1) * scales_each - kWeightScales;
+    }
+    /* In the cluster. */
+    __device__ __forceinline__ int32_t rank() const
+    {
+        return line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
+    }
+    __device__ __forceinline__ int32_t w_block(const tile_t &tile) const
+    {
+        return tile.cluster * line.cluster + rank();
+    }
 };
 
 __device__ __forceinline__ int32_t first_scale(const tile_t &tile) { return tile.row % kScaleRun; }
@@ -122,17 +138,18 @@ struct walk_t {
     int64_t index;
     tile_t tile;
     int32_t step;
-    int32_t first; /* this block's part of the tile's tokens */
-    int32_t part;
+    int32_t block; /* of weight rows */
+    int32_t part;  /* of the tile's tokens, the first or the last ones, that this block fetches */
 
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
     {
         if (index >= b.tiles) return false;
         tile = find_tile(p, b, index);
         const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
+        const int32_t rank = b.rank();
         step = 0;
-        first = b.rank * half;
-        part = b.rank == 0 ? half : tile.width - half;
+        block = tile.cluster * b.line.cluster + rank;
+        part = rank == 0 ? half : tile.width - half;
         return true;
     }
     __device__ __forceinline__ bool advance(const gemm_params_t &p, const block_t &b)

@@ -8,18 +8,20 @@
  *
  * A block holds 256 weight rows and up to 128 tokens in each of its stages of 128 columns. Roles by warp:
  *   producer       one thread starts the copies of weights, codes of tokens and their scales into the stages, running
- *                  ahead into the next tiles
+ *                  ahead into the next tiles; another warp puts the weights' scales beside them
  *   scout          a warp that looks up, some tiles ahead, where the rows of a tile go and what they weigh
- *   consumers      two warpgroups. Tiles above 64 tokens are shared, 64 tokens each, and the two take turns in issuing
- *                  products, so that one multiplies while the other promotes. Smaller tiles they take by turns, so
- *                  that one multiplies while the other stores.
- * A consumer thread has 128 accumulators, of 64 tokens by 256 weight rows, and 64 more for the product of 128 columns
- * and 128 weight rows, which is scaled and added when it is complete: the most that fits 232 registers.
+ *   consumers      two warpgroups. Tiles above 64 tokens are shared, 64 tokens each; smaller ones they take by turns.
+ *                  One stores while the other multiplies: in a shared tile one of them is some steps ahead.
+ * A consumer thread has 128 accumulators, of 64 tokens by 256 weight rows, and twice 32 for the products of 128 columns
+ * and 64 weight rows, one of which is scaled and added while the tensor cores make the other: a warpgroup alone keeps
+ * them busy. Its tokens of a step are in registers, 16 of a thread, so that shared memory gives them once and not to
+ * each product: all together that is the most that fits 232 registers.
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of them for both.
  * Gate and up rows arrive regrouped, 8 gate rows and then their 8 up rows, by two more dimensions of the tensor map:
  * 256 of them are the 128 outputs under one scale of the quantised h.
- * What bounds a step of 128 tokens: 1024 clocks of tensor cores, 768 of shared memory for their operands and 384 for
- * the copies; of 64 tokens or less: 1660 clocks of the memory's bandwidth for 32 KB of weights. */
+ * What bounds a step of 128 tokens: 1024 clocks of tensor cores, and of shared memory 512 for the weights that they
+ * read, 128 for tokens and 384 for the copies; of 64 tokens or less: 1660 clocks of the memory's bandwidth for 32 KB of
+ * weights. */
 #include "kernels/grouped_gemm_fp8_pipeline_sm90.cuh"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma_fp8.cuh"
@@ -33,13 +35,13 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
                                         const CUtensorMap *w_map, const x_maps_t *x_maps)
 {
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    const uint32_t scales = ptx_shared_address(b.x_scales);
+    const uint32_t scales = ptx_shared_address(b.scales);
     ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
     for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
         const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
-        const int32_t k = at.step * kTileK, block = b.w_block(at.tile);
+        const int32_t k = at.step * kTileK, block = at.block;
         const int32_t skipped = first_scale(at.tile);
         const uint32_t scale_bytes = (skipped + at.tile.rows + kScaleRun - 1) / kScaleRun * kScaleRun * 4;
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -49,13 +51,14 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
                         at.tile.expert);
         ptx_bulk_load(scales + ring.stage * b.scales_each * 4, x.scales + at.step * x.stride + at.tile.row - skipped,
                       scale_bytes, done);
-        const uint32_t x_to = to + kWeightBytes + at.first * kTileK;
         if (at.part == 0) continue; /* 8 tokens: all of them are the other block's */
+        const int32_t first = at.block & (b.line.cluster - 1) ? at.tile.width - at.part : 0;
+        const uint32_t x_to = to + kWeightBytes + first * kTileK;
         const CUtensorMap *x_map = &x_maps->map[at.part / 8 - 1];
         if (b.line.cluster == 1)
             ptx_tma_load_2d(x_to, x_map, done, k, at.tile.row);
         else
-            ptx_tma_load_2d_multicast(x_to, x_map, done, k, at.tile.row + at.first, 3);
+            ptx_tma_load_2d_multicast(x_to, x_map, done, k, at.tile.row + first, 3);
     }
 }
 
@@ -70,6 +73,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         tile_t tile = {};
         if (index < b.tiles) tile = find_tile(p, b, index);
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+#pragma unroll 1
         for (int i = lane; i < tile.rows; i += 32) {
             int32_t row = tile.row + i, slot = p.row_index ? p.row_index[row] : row;
             if (slot >= p.num_slots) slot = -1;
@@ -99,16 +103,38 @@ __device__ __forceinline__ float load_scale(const weight_scales_t &w, int64_t at
 }
 
 /* A tile's two scales of weights under each of 32 steps, those of step i with lane i. */
-__device__ __forceinline__ float2 load_weight_scales(const weight_scales_t &w, const block_t &b, const tile_t *tile,
-                                                     int32_t step)
+__device__ __forceinline__ float2 load_weight_scales(const weight_scales_t &w, const walk_t &at)
 {
-    const int32_t row = b.w_block(*tile) * (w.by_half ? kTileW : kHalfW);
+    const int32_t row = at.block * (w.by_half ? kTileW : kHalfW);
     /* A cluster's last block may have no rows. */
     const int32_t first = min(row / w.group_rows, w.blocks - 1);
     const int32_t second = min((row + w.second_first) / w.group_rows, w.blocks - 1);
-    const int32_t group = min((step + (int32_t)threadIdx.x % 32) / w.group_steps, w.groups - 1);
-    const int64_t at = (int64_t)tile->expert * w.blocks * w.groups + group;
-    return make_float2(load_scale(w, at + (int64_t)first * w.groups), load_scale(w, at + (int64_t)second * w.groups));
+    const int32_t group = min((at.step + (int32_t)threadIdx.x % 32) / w.group_steps, w.groups - 1);
+    const int64_t from = (int64_t)at.tile.expert * w.blocks * w.groups + group;
+    return make_float2(load_scale(w, from + (int64_t)first * w.groups),
+                       load_scale(w, from + (int64_t)second * w.groups));
+}
+
+/* One warp: the scales of weights, which consumers would wait for, into the stages. */
+__device__ __forceinline__ void produce_weight_scales(const gemm_params_t &p, const block_t &b,
+                                                      const weight_scales_t &w)
+{
+    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
+    float2 scales = {0.0f, 0.0f};
+    ring_t ring = {0, 0};
+    walk_t at;
+    at.index = b.first_tile;
+    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+        if (at.step % 32 == 0) scales = load_weight_scales(w, at);
+        const float first = __shfl_sync(0xFFFFFFFFu, scales.x, at.step % 32);
+        const float second = __shfl_sync(0xFFFFFFFFu, scales.y, at.step % 32);
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            *(float4 *)b.weight_scales_of(ring.stage) =
+                w.by_half ? make_float4(first, first, second, second) : make_float4(first, second, first, second);
+            ptx_mbarrier_arrive(full + 8 * ring.stage);
+        }
+    }
 }
 
 /* This warp has read the stage, for `groups` warpgroups: to the barriers of every block whose copies will overwrite it.
@@ -116,75 +142,115 @@ __device__ __forceinline__ float2 load_weight_scales(const weight_scales_t &w, c
 __device__ __forceinline__ void release(const block_t &b, uint32_t empty, int32_t groups)
 {
     const int32_t lane = threadIdx.x % 32;
-    __syncwarp(); /* other lanes' loads of scales, for which one arrives */
+    __syncwarp(); /* other lanes' loads, for which one arrives */
     if (b.line.cluster == 1) {
         if (lane < groups) ptx_mbarrier_arrive(empty);
     } else if (lane < 2 * groups)
         ptx_mbarrier_arrive_at(empty, lane % 2);
 }
 
-/* The turns of the two warpgroups of a shared tile: each waits for its own before it issues products, then passes on.
- * The first turn is that of group 0, the last one is not passed on. */
-enum { kAlone = 2 };
-template <int kGroup> __device__ __forceinline__ void await_turn()
+/* What a consumer thread holds of a step, apart from accumulators. */
+struct step_t {
+    uint32_t x[kTileK / 32][4]; /* its part of the tokens' codes, of wgmma's 32 columns each */
+    float x_scale[2];           /* of tokens lane/4 and lane/4 + 8 of the warp's */
+};
+
+/* Waits for the stage. x_at: bytes from its beginning to what the lane gives ldmatrix of the first 32 columns;
+ * scales_at: address of the lane's first scale in stage 0. */
+__device__ __forceinline__ void load_step(const block_t &b, const ring_t &ring, uint32_t full, uint32_t x_at,
+                                          uint32_t scales_at, step_t &s)
 {
-    if constexpr (kGroup != kAlone) ptx_named_barrier<2 + kGroup>(2 * kWarpgroup);
-}
-template <int kGroup> __device__ __forceinline__ void pass_turn()
-{
-    if constexpr (kGroup != kAlone) ptx_named_barrier_arrive<3 - kGroup>(2 * kWarpgroup);
+    const uint32_t x = b.base + ring.stage * b.stage_bytes + x_at, scales = scales_at + ring.stage * b.scales_each * 4;
+    wait_barrier(full + 8 * ring.stage, ring.parity);
+#pragma unroll
+    for (int kk = 0; kk < kTileK / 32; kk++) ptx_ldmatrix_x4(s.x[kk], x ^ kk << 5);
+    s.x_scale[0] = __uint_as_float(ptx_load_shared_4(scales));
+    s.x_scale[1] = __uint_as_float(ptx_load_shared_4(scales + 32));
 }
 
-/* acc = x w^T over all of K, of the warpgroup kGroup's 64 tokens of the tile, or of all if kAlone. */
-template <int kGroup>
-__device__ __forceinline__ void multiply(const block_t &b, const weight_scales_t &w, const tile_t *tile, ring_t &ring,
+/* part = x w^T over a step, of 64 weight rows from the descriptor w on. */
+__device__ __forceinline__ void start_part(float (&part)[32], const step_t &s, uint32_t w)
+{
+    ptx_wgmma_fence();
+    ptx_wgmma_e4m3_n64<false>(part, s.x[0], wgmma_descriptor(w));
+#pragma unroll
+    for (int kk = 1; kk < kTileK / 32; kk++) /* 32 bytes, 2 in the descriptor's units */
+        ptx_wgmma_e4m3_n64<true>(part, s.x[kk], wgmma_descriptor(w + 2 * kk));
+    ptx_wgmma_commit();
+}
+
+/* Until kLater parts that were started after this one, and no more, are under way. */
+template <int kLater> __device__ __forceinline__ void await_part(float (&part)[32])
+{
+    ptx_wgmma_wait<kLater>();
+    ptx_wgmma_hold(part);
+}
+
+/* What multiplies products: [token][blocks of 8 weight rows at even and at odd places]. */
+typedef float scales_t[2][2];
+
+template <int kPart>
+__device__ __forceinline__ void add_part(float (&acc)[128], const float (&part)[32], const scales_t &scale)
+{
+#pragma unroll
+    for (int i = 0; i < 32; i++) acc[32 * kPart + i] = fmaf(part[i], scale[i / 2 % 2][i / 4 % 2], acc[32 * kPart + i]);
+}
+
+__device__ __forceinline__ void load_scales(scales_t &scale, const step_t &s, uint32_t weight_scales)
+{
+    uint32_t w[2];
+    ptx_load_shared_8(w, weight_scales);
+#pragma unroll
+    for (int i = 0; i < 4; i++) scale[i / 2][i % 2] = s.x_scale[i / 2] * __uint_as_float(w[i % 2]);
+}
+
+/* What a warpgroup multiplies of a tile. */
+struct share_t {
+    int32_t first;  /* of its 64 tokens */
+    int32_t groups; /* warpgroups for which it gives stages back */
+    bool leads;     /* tells the other one that it is ahead */
+};
+
+/* acc = x w^T over all of K, of 64 tokens. The products of 64 weight rows alternate between two parts, so that one is
+ * scaled and added while the tensor cores make the other, whatever the other warpgroup does. The last part of a step is
+ * added while the first one of the next step is made. */
+__device__ __forceinline__ void multiply(const block_t &b, const tile_t *tile, const share_t &share, ring_t &ring,
                                          float (&acc)[128])
 {
-    constexpr int kFirst = kGroup == 1 ? 64 : 0;
+    constexpr int kPartStart = 64 * kTileK / 16;
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    const float *x_scales =
-        b.x_scales + first_scale(*tile) + kFirst + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-    float part[64];
-    float2 w_scales = {0.0f, 0.0f};
+    const uint32_t x_at = kWeightBytes + (share.first + 16 * warp + lane % 16) * kTileK + ((lane / 16 ^ lane % 8) << 4);
+    const uint32_t scales_at =
+        ptx_shared_address(b.scales) + 4 * (first_scale(*tile) + share.first + 16 * warp + lane / 4);
+    float part[2][32];
+    step_t s;
+    scales_t scale;
 #pragma unroll
-    for (int i = 0; i < 64; i++) part[i] = 0.0f;
-    if (kGroup == 1) pass_turn<kGroup>();
+    for (int i = 0; i < 32; i++) part[0][i] = part[1][i] = 0.0f;
+    load_step(b, ring, full, x_at, scales_at, s);
 #pragma unroll 1
     for (int step = 0; step < b.k_steps; step++) {
-        const uint32_t from = b.base + ring.stage * b.stage_bytes;
-        if (step % 32 == 0) w_scales = load_weight_scales(w, b, tile, step);
-        wait_barrier(full + 8 * ring.stage, ring.parity);
-        const float x0 = x_scales[ring.stage * b.scales_each], x1 = x_scales[ring.stage * b.scales_each + 8];
-        const uint64_t x_at = wgmma_descriptor(descriptor_start(from + kWeightBytes + kFirst * kTileK));
-        const uint64_t w_at = wgmma_descriptor(descriptor_start(from));
-        float w0 = 0.0f, w1 = 0.0f;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint64_t w_half = w_at + half * (kHalfW * kTileK / 16);
-            await_turn<kGroup>();
-            ptx_wgmma_fence();
-            ptx_wgmma_e4m3_n128<false>(part, x_at, w_half);
-#pragma unroll
-            for (int kk = 1; kk < kTileK / 32; kk++) /* 32 bytes, 2 in the descriptor's units */
-                ptx_wgmma_e4m3_n128<true>(part, x_at + 2 * kk, w_half + 2 * kk);
-            ptx_wgmma_commit();
-            if (kGroup != 1 || half == 0 || step + 1 < b.k_steps) pass_turn<kGroup>();
-            ptx_wgmma_wait<0>();
-            ptx_wgmma_hold(part);
-            if (half == 0) { /* where waiting for them costs nothing */
-                w0 = __shfl_sync(0xFFFFFFFFu, w_scales.x, step % 32);
-                w1 = __shfl_sync(0xFFFFFFFFu, w_scales.y, step % 32);
-            }
-            if (half == 1) release(b, empty + 8 * ring.stage, kGroup == kAlone ? 2 : 1);
-
-            /* [token][columns 8j of even and of odd j] */
-            const float even = w.by_half && half == 1 ? w1 : w0, odd = w.by_half && half == 0 ? w0 : w1;
-            const float scale[2][2] = {{x0 * even, x0 * odd}, {x1 * even, x1 * odd}};
-#pragma unroll
-            for (int i = 0; i < 64; i++)
-                acc[64 * half + i] = fmaf(part[i], scale[i / 2 % 2][i / 4 % 2], acc[64 * half + i]);
-        }
+        const uint32_t w = descriptor_start(b.base + ring.stage * b.stage_bytes);
+        const uint32_t w_scales = ptx_shared_address(b.weight_scales_of(ring.stage));
+        start_part(part[0], s, w);
+        start_part(part[1], s, w + kPartStart);
+        load_scales(scale, s, w_scales);
+        await_part<1>(part[0]);
+        add_part<0>(acc, part[0], scale);
+        start_part(part[0], s, w + 2 * kPartStart);
+        await_part<1>(part[1]);
+        add_part<1>(acc, part[1], scale);
+        start_part(part[1], s, w + 3 * kPartStart);
+        load_scales(scale, s, w_scales + 8);
+        await_part<1>(part[0]);
+        add_part<2>(acc, part[0], scale);
+        await_part<0>(part[1]);
+        release(b, empty + 8 * ring.stage, share.groups);
+        if (share.leads && step + 1 == b.line.lead) ptx_named_barrier_arrive<2>(2 * kWarpgroup);
         ring.advance(b.line.stages);
+        if (step + 1 < b.k_steps) load_step(b, ring, full, x_at, scales_at, s);
+        add_part<3>(acc, part[1], scale);
     }
 }
 
@@ -205,47 +271,53 @@ __device__ __forceinline__ void await_other(int32_t group)
         ptx_named_barrier<4>(2 * kWarpgroup);
 }
 
-__device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8_rows_t &y, const weight_scales_t &w,
-                                        const block_t &b)
+/* After the product, of which it keeps nothing in registers. */
+__device__ __forceinline__ fp8_epilogue_t fp8_epilogue(const gemm_params_t &p, const block_t &b, uint32_t note)
+{
+    const int32_t thread = ptx_thread_index(), warp = thread / 32 - 4;
+    const tile_t &tile = b.notes_of(note)->tile;
+    const int32_t first = 16 * (tile.rows > 64 ? warp : warp % 4);
+    fp8_epilogue_t e;
+    e.lane = thread % 32;
+    e.staging = b.shared + shared_layout(b.line).staging + warp * kFp8StagingBytes;
+    e.rows = b.rows_of(note) + first;
+    e.scales = b.scales_of(note) + first;
+    e.num_rows = tile.rows - first;
+    e.expert = tile.expert;
+    e.col = b.w_block(tile) * (p.gated ? kTileW / 2 : kTileW);
+    return e;
+}
+
+__device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8_rows_t &y, const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
-    const int32_t group = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
-    ring_t ring = {0, 0}, notes = {0, 0};
-    int32_t turn = 0; /* whose the next tile of at most 64 tokens is */
-    for (;; notes.advance(kNotes)) {
-        wait_barrier(notes_full + 8 * notes.stage, notes.parity);
-        const int32_t rows = b.notes_of(notes.stage)->tile.rows;
+    const int32_t group = threadIdx.x / kWarpgroup - 1;
+    ring_t ring = {0, 0};
+    int32_t turn = 0; /* whose the next tile of at most 64 tokens is, and who leads: who is free first */
+    for (uint32_t count = 0;; count++) {
+        const uint32_t note = count % kNotes;
+        wait_barrier(notes_full + 8 * note, count / kNotes % 2);
+        const tile_t *tile = &b.notes_of(note)->tile;
+        const int32_t rows = tile->rows;
         if (rows == 0) return;
         const bool shared = rows > 64, mine = shared || turn == group;
-        if (!shared) turn ^= 1;
         if (mine) {
-            const tile_t *tile = &b.notes_of(notes.stage)->tile;
+            const share_t share = {shared ? 64 * group : 0, shared ? 1 : 2, shared && turn == group};
             float acc[128];
 #pragma unroll
             for (int i = 0; i < 128; i++) acc[i] = 0.0f;
-            if (!shared) {
-                multiply<kAlone>(b, w, tile, ring, acc);
-                end_alone(group);
-            } else if (group == 0)
-                multiply<0>(b, w, tile, ring, acc);
-            else
-                multiply<1>(b, w, tile, ring, acc);
-            const int32_t first = (shared ? 64 * group : 0) + 16 * warp;
-            fp8_epilogue_t e;
-            e.staging = b.shared + shared_layout(b.line).staging + (group * 4 + warp) * kFp8StagingBytes;
-            e.rows = b.rows_of(notes.stage) + first;
-            e.scales = b.scales_of(notes.stage) + first;
-            e.num_rows = tile->rows - first;
-            e.expert = tile->expert;
-            e.col = b.w_block(*tile) * (p.gated ? kTileW / 2 : kTileW);
-            store_tile(p, y, b.line.way, e, acc);
+            if (shared && b.line.lead && turn != group) ptx_named_barrier<2>(2 * kWarpgroup);
+            multiply(b, tile, share, ring, acc);
+            if (!shared) end_alone(group);
+            store_tile(p, y, b.line.way, fp8_epilogue(p, b, note), acc);
         } else {
             await_other(group);
             skip_steps(ring, b.k_steps, b.line.stages);
         }
+        if (!shared) turn ^= 1;
         __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * notes.stage);
+        if (threadIdx.x % 32 == 0) ptx_mbarrier_arrive(notes_empty + 8 * note);
     }
 }
 
@@ -264,12 +336,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     b.notes = shared + layout.notes;
     b.notes_bytes = layout.notes_bytes;
     b.barriers = (barriers_t *)(shared + layout.barriers);
-    b.x_scales = (const float *)(shared + layout.scales);
+    b.scales = (float *)(shared + layout.scales);
     b.scales_each = layout.scales_each;
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
         for (int i = 0; i < line.stages; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 2); /* codes, scales of weights */
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
         }
         for (int i = 0; i < kNotes; i++) {
@@ -282,10 +354,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     epmoei_allow_dependent();
     int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
     b.cumulative = cumulative;
-    b.rank = line.cluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
-    b.clusters = (p.n + kTileW * line.cluster - 1) / (kTileW * line.cluster);
-    b.first_tile = blockIdx.x / line.cluster;
-    b.tile_step = gridDim.x / line.cluster;
+    b.clusters = (p.n + kTileW * line.cluster - 1) / kTileW >> (line.cluster - 1);
+    b.first_tile = blockIdx.x >> (line.cluster - 1);
+    b.tile_step = gridDim.x >> (line.cluster - 1);
     b.k_steps = (p.k + kTileK - 1) / kTileK;
     b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.tokens, cumulative, b.barriers->warp_sums) * b.clusters;
     __syncthreads();
@@ -297,9 +368,11 @@ __global__ void __launch_bounds__(kThreads, 1)
             produce(p, b, x, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
             scout(p, b);
+        else if (threadIdx.x / 32 == 2)
+            produce_weight_scales(p, b, w);
     } else {
         ptx_setmaxnreg_inc<232>();
-        consume(p, y, w, b);
+        consume(p, y, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
 }
@@ -323,7 +396,8 @@ weight_scales_t weight_scales(const epmoe_grouped_gemm_args_t *args, const gemm_
     return w;
 }
 
-/* As many stages as fit. */
+/* As many stages as fit. Ahead by two, a warpgroup leaves two stages to the copies that are under way. */
+constexpr int kLead = 2;
 epmoe_status_t choose_pipeline(const epmoe_grouped_gemm_args_t *args, pipeline_t *line, int32_t *bytes)
 {
     const int32_t limit = epmoei_device_current()->shared_bytes_per_block;
@@ -332,7 +406,10 @@ epmoe_status_t choose_pipeline(const epmoe_grouped_gemm_args_t *args, pipeline_t
     line->cluster = tile.cluster;
     for (line->stages = kMostStages; line->stages > 1; line->stages--) {
         *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
-        if (*bytes <= limit) return EPMOE_OK;
+        if (*bytes > limit) continue;
+        /* In fewer steps than stages a leader could come a second time before the other came once. */
+        line->lead = line->stages > kLead && epmoei_ceil_div(args->k, kTileK) >= line->stages ? kLead : 0;
+        return EPMOE_OK;
     }
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "num_experts is %d: their tiles do not fit shared memory",
                        args->num_experts);

@@ -441,6 +441,14 @@ __device__ __forceinline__ void ptx_stmatrix_x4_trans(uint32_t shared, const uin
                  : "memory");
 }
 
+/* The same as they are: lane i gives the address of row i%8 of matrix i/8. */
+__device__ __forceinline__ void ptx_stmatrix_x4(uint32_t shared, const uint32_t *r)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /* `bytes` into shared memory; they count on `barrier`. Both addresses and `bytes` are multiples of 16. */
 __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier)
 {
