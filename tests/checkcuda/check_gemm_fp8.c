@@ -402,6 +402,32 @@ static void check_depth(testing_rng_t *rng)
     check_end();
 }
 
+/* Blocks and clusters that walk over several tiles, some of at most 64 tokens and some above, in more steps than there
+ * are stages: warpgroups share tiles, take them in turn and change who is ahead. */
+static void check_walks(testing_rng_t *rng)
+{
+    if (check_small) return;
+    check_begin(op.name, "several tiles a block");
+    for (int32_t i = 0; i < 4; i++) {
+        bool gated = i % 2, wide = i / 2; /* wide: clusters, the last of which has one block of weight rows */
+        shape_t shape = {.tokens = wide ? 1500 : 2230,
+                         .top_k = 2,
+                         .experts = wide ? 8 : 60,
+                         .n = wide ? 4112 : 2064,
+                         .k = wide ? 656 : 1040,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_BF16,
+                         .scales_dtype = EPMOE_F32,
+                         .activation = gated ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .layout = EPMOE_LAYOUT_PACKED,
+                         .row_weights = !gated,
+                         .indexed = true,
+                         .y_sorted = gated};
+        run_one(rng, &shape);
+    }
+    check_end();
+}
+
 static void check_nan(testing_rng_t *rng)
 {
     check_begin(op.name, "NaN in rows, weights and scales");
@@ -536,6 +562,7 @@ void check_gemm_fp8(testing_rng_t *rng)
     check_shapes(rng);
     check_first_rows(rng);
     check_many_rows(rng);
+    check_walks(rng);
     check_epilogues(rng);
     check_depth(rng);
     check_nan(rng);
