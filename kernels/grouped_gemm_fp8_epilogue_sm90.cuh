@@ -3,10 +3,10 @@
  * tokens lane/4 and lane/4 + 8. Gated, every 16 columns are 8 gates and then their 8 ups, so that a thread holds both
  * halves of an output.
  *
- * A warp finishes 8 tokens by 128 outputs at a time, by itself: into shared memory, a token's outputs side by side,
- * and from there to y 16 bytes a lane, or through one more pass to E4M3 with the scale of the 128. What is not fit for
- * wide stores goes to y from the registers. The common outputs have code of their own: nothing multiplies while a
- * shared tile is stored. */
+ * A warp finishes its tokens by itself: into shared memory, a token's outputs side by side, and from there to y 16
+ * bytes a lane, or as E4M3 with the scale of 128. What is not fit for wide stores goes to y from the registers. The
+ * common outputs have code of their own, 16 tokens at once and without loops; the others are finished 8 tokens by 128
+ * outputs at a time. */
 #ifndef EPMOEI_GROUPED_GEMM_FP8_EPILOGUE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_FP8_EPILOGUE_SM90_CUH
 
@@ -18,7 +18,7 @@
 namespace
 {
 
-constexpr int kFp8StagingBytes = 2048; /* of a warp: 8 tokens by 128 outputs of 16 bits */
+constexpr int kFp8StagingBytes = 2048; /* of a warp: 8 tokens by 128 outputs of 16 bits, or 16 by 128 bytes */
 constexpr int kFp8Outputs = 128;       /* that share a scale */
 
 /* How outputs come about, and where they go. */
