@@ -94,10 +94,12 @@ __device__ __forceinline__ float plain_silu(float gate, float up)
 /* Barrier numbers are immediates: one in a register would reserve all sixteen. */
 __device__ __forceinline__ void warpgroup_barrier(int32_t group)
 {
-    if (group == 0)
-        ptx_named_barrier<2>(kWarpgroup);
-    else
-        ptx_named_barrier<3>(kWarpgroup);
+    switch (group) {
+    case 0: ptx_named_barrier<2>(kWarpgroup); break;
+    case 1: ptx_named_barrier<3>(kWarpgroup); break;
+    case 2: ptx_named_barrier<4>(kWarpgroup); break;
+    default: ptx_named_barrier<5>(kWarpgroup);
+    }
 }
 
 __device__ __forceinline__ uint32_t pack_pair(float a, float b, __nv_bfloat16)

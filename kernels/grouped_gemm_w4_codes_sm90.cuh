@@ -1,9 +1,13 @@
 /* From 4-bit codes in a stage to operand A of wgmma in registers. W4: (code - zero) * scale, both factors exact but for
- * the scale's rounding to bf16, the product rounded to bf16.
+ * the scale's rounding to bf16, the product rounded to bf16, whichever of the ways below makes it.
  * MXFP4 is exact. The bits of a code are 2^-126 times its value, since only there bf16 is subnormal as E2M1 is, so that
  * what multiplies them is 2^126 times the scale: more than bf16 has for scales above 2 (codes above 128). No weight of
  * a trained model is that large, so two kinds share the work: MXFP4 multiplies once and takes tiles without such a
- * scale, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any. */
+ * scale, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any.
+ * W4 of small scales, which is what weights have, takes the same road where instructions count: the eight lowest bits
+ * of bf16 alone are 2^-133 times the integer that they hold. So codes in the four lowest bits or in the next four need
+ * no base that would have to be taken away again, one shift serves both pairs, and without zero points, where 8 scales
+ * are exact in bf16, one operation makes the weight: code * scale - 8 * scale. */
 #ifndef EPMOEI_GROUPED_GEMM_W4_CODES_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_W4_CODES_SM90_CUH
 
@@ -14,10 +18,12 @@ namespace
 {
 
 /* How scales lie: W4 with a group for whole blocks of 64 columns, W4 with two groups in a block, MXFP4, which always
- * has two. */
-enum kind_t { W4_LONG, W4_SHORT, MXFP4, MXFP4_LARGE };
+ * has two. _ZEROS and _LARGE are for the loop over K alone, not for the kernel. */
+enum kind_t { W4_LONG, W4_SHORT, MXFP4, W4_LONG_ZEROS, W4_SHORT_ZEROS, MXFP4_LARGE };
 
 template <kind_t kKind> constexpr bool kIsMxfp4 = kKind == MXFP4 || kKind == MXFP4_LARGE;
+template <kind_t kKind> constexpr bool kIsLong = kKind == W4_LONG || kKind == W4_LONG_ZEROS;
+template <kind_t kKind> constexpr bool kHasZeros = kKind == W4_LONG_ZEROS || kKind == W4_SHORT_ZEROS;
 
 /* Pairs in bf16: of this thread's two rows in 64, lane/4 and 8 below. */
 struct group_t {
@@ -25,28 +31,36 @@ struct group_t {
     uint32_t zero; /* W4: 128 + zero */
 };
 
-/* Two scales of W4, of any type but bf16, as bf16. */
-__device__ __forceinline__ uint32_t load_scales(const weights_t &w, uint32_t from)
+/* Pairs of scales of W4 as bf16, `step` bytes apart. */
+template <int kCount>
+__device__ __forceinline__ void load_scales(uint32_t (&pairs)[kCount], const weights_t &w, uint32_t from, uint32_t step)
 {
-    float scale[2];
-    if (w.scales_dtype == EPMOE_F32) {
-        uint32_t bits[2];
-        ptx_load_shared_8(bits, from);
-        scale[0] = __uint_as_float(bits[0]), scale[1] = __uint_as_float(bits[1]);
-    } else {
-        const bool half = w.scales_dtype == EPMOE_F16;
-        const uint32_t bits = half ? ptx_load_shared_4(from) : ptx_load_shared_2(from);
-        scale[0] = quant_scale(half ? bits & 0xFFFF : bits & 0xFF, w.scales_dtype);
-        scale[1] = quant_scale(half ? bits >> 16 : bits >> 8, w.scales_dtype);
+    if (w.scales_dtype == EPMOE_F16 || w.scales_dtype == EPMOE_BF16)
+#pragma unroll
+        for (int i = 0; i < kCount; i++) pairs[i] = ptx_load_shared_4(from + i * step);
+    if (w.scales_dtype == EPMOE_BF16) return;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        float scale[2];
+        if (w.scales_dtype == EPMOE_F16) {
+            scale[0] = quant_scale(pairs[i] & 0xFFFF, EPMOE_F16), scale[1] = quant_scale(pairs[i] >> 16, EPMOE_F16);
+        } else if (w.scales_dtype == EPMOE_F32) {
+            uint32_t bits[2];
+            ptx_load_shared_8(bits, from + i * step);
+            scale[0] = __uint_as_float(bits[0]), scale[1] = __uint_as_float(bits[1]);
+        } else {
+            const uint32_t bits = ptx_load_shared_2(from + i * step);
+            scale[0] = quant_scale(bits & 0xFF, EPMOE_F8_E8M0), scale[1] = quant_scale(bits >> 8, EPMOE_F8_E8M0);
+        }
+        pairs[i] = pack_pair(scale[0], scale[1], __nv_bfloat16());
     }
-    return pack_pair(scale[0], scale[1], __nv_bfloat16());
 }
 
-/* Two scales of MXFP4 as bf16. MXFP4: 2^126 * 2^(code - 127) of codes up to 128. MXFP4_LARGE: 2^(code - 127), which is
- * subnormal of 0, and a NaN of 255. */
-template <kind_t kKind> __device__ __forceinline__ uint32_t load_exponents(uint32_t from)
+/* Two scale codes of MXFP4, in the lower bytes, as bf16. MXFP4: 2^126 * 2^(code - 127) of codes up to 128. MXFP4_LARGE:
+ * 2^(code - 127), which is subnormal of 0, and a NaN of 255. */
+template <kind_t kKind> __device__ __forceinline__ uint32_t spread_exponents(uint32_t bytes)
 {
-    const uint32_t codes = __byte_perm(ptx_load_shared_2(from), 0, 0x4140);
+    const uint32_t codes = __byte_perm(bytes, 0, 0x4140);
     if (kKind == MXFP4) return (codes + 0x007E007Eu) << 7;
     return __vmaxu2(codes << 7, 0x00400040u) | (codes + 0x00010001u) >> 2 & 0x00400040u;
 }
@@ -70,12 +84,93 @@ __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, cons
     for (int j = 0; j < 4; j++) a[j] = quant_mul2(a[j], scale[j & 1], __nv_bfloat16());
 }
 
-/* This thread's codes of 64 columns, and the scales that they need. */
-template <kind_t kKind, typename Cut> struct codes_t {
-    static constexpr int kTiles = Cut::kTiles, kSlots = Cut::kDepth * (kKind == W4_LONG ? 1 : 2);
-    static constexpr int kPairs = EPMOEI_TILE_ROWS / 2; /* of a tile and group */
-    uint32_t codes;                                     /* of this thread, from the beginning of a stage */
+/* Codes of the first row are in the four lowest bits, those of the second in the next four: 2^-133 and 2^-129 times
+ * their value. Not 0 where a scale is 2^-5, in the second row 2^-1, or more, and what makes up for that not finite. */
+__device__ __forceinline__ uint32_t is_large(const group_t &g)
+{
+    constexpr uint32_t kToSign = 0x41004300u; /* from the bits of the two bounds */
+    return ((g.scale & 0x7FFF7FFFu) + kToSign) & 0x80008000u;
+}
+
+/* scale becomes the scale times 2^133 and 2^129, and zero -8 scale, or with kZeros the zeros as codes lie. */
+template <bool kZeros> __device__ __forceinline__ void make_small(group_t &g)
+{
+    constexpr uint32_t kTwoTo126 = 0x7E807E80u, kTwoTo7And3 = 0x41004300u, kMinus8 = 0xC100C100u;
+    g.zero = kZeros ? (g.zero & 0xFu) | (g.zero & 0x000F0000u) << 4 : quant_mul2(g.scale, kMinus8, __nv_bfloat16());
+    g.scale = quant_mul2(quant_mul2(g.scale, kTwoTo126, __nv_bfloat16()), kTwoTo7And3, __nv_bfloat16());
+}
+
+/* With a group that make_small has made. */
+template <bool kZeros>
+__device__ __forceinline__ void dequantise_small(uint32_t (&a)[4], uint32_t word, const group_t &g)
+{
+    const uint32_t factor[2] = {ptx_twice<0>(g.scale), ptx_twice<1>(g.scale)};
+    const uint32_t offset[2] = {ptx_twice<0>(g.zero), ptx_twice<1>(g.zero)};
+    const uint32_t upper = word >> 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint32_t code = (j < 2 ? word : upper) & (j & 1 ? 0x00F000F0u : 0x000F000Fu);
+        if (kZeros)
+            a[j] = quant_mul2(quant_sub2(code, offset[j & 1], __nv_bfloat16()), factor[j & 1], __nv_bfloat16());
+        else
+            a[j] = quant_fma2(code, factor[j & 1], offset[j & 1], __nv_bfloat16());
+    }
+}
+
+/* Where this thread's codes, and the scales and zeros that they need, are in a stage. */
+template <kind_t kKind, typename Cut> struct places_t {
+    static constexpr int kSlots = Cut::kDepth * (kIsLong<kKind> ? 1 : 2); /* of groups, in a tile of a stage */
+    static constexpr int kPairs = EPMOEI_TILE_ROWS / 2;                   /* of a tile and group */
+    uint32_t codes;                                                       /* from the beginning of a stage */
     uint32_t pair; /* its rows among all pairs of rows and groups that a stage has scales and zeros of */
+
+    __device__ __forceinline__ void begin(const block_t &b, int32_t thread)
+    {
+        const int tid = thread % kWarpgroup, tile = (thread / kWarpgroup - 1) * Cut::kTiles;
+        codes = b.line.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
+        pair = tile * kSlots * kPairs + tid / 32 * 8 + tid % 32 / 4;
+    }
+    /* Of tile t of this warpgroup. */
+    __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t stage, int t, int depth) const
+    {
+        ptx_load_shared_16(words, stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
+    }
+    /* kCount groups from `slot` on. */
+    template <int kCount>
+    __device__ __forceinline__ void load_groups(group_t (&groups)[kCount], const weights_t &w,
+                                                const shared_layout_t &layout, uint32_t stage, int t, int slot) const
+    {
+        const uint32_t place = pair + (t * kSlots + slot) * kPairs;
+        uint32_t scales[kCount];
+        if constexpr (kIsMxfp4<kKind>) {
+#pragma unroll
+            for (int i = 0; i < kCount; i++)
+                groups[i].scale =
+                    spread_exponents<kKind>(ptx_load_shared_2(stage + layout.scales + (place + i * kPairs) * 2));
+            return;
+        }
+        load_scales(scales, w, stage + layout.scales + place * w.pair_bytes, kPairs * w.pair_bytes);
+        const bool zeros = Cut::kFew ? kHasZeros<kKind> : w.zeros != nullptr;
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            const uint32_t bytes = zeros ? ptx_load_shared_2(stage + layout.zeros + (place + i * kPairs) * 2) : 0x0808u;
+            groups[i].scale = scales[i];
+            groups[i].zero = __byte_perm(bytes, 0x43, 0x4140);
+        }
+    }
+    __device__ __forceinline__ void load_group(group_t &group, const weights_t &w, const shared_layout_t &layout,
+                                               uint32_t stage, int t, int slot) const
+    {
+        group_t one[1];
+        load_groups(one, w, layout, stage, t, slot);
+        group = one[0];
+    }
+};
+
+/* The loop of many tokens: this thread's codes of 64 columns. */
+template <kind_t kKind, typename Cut> struct codes_t {
+    static constexpr int kTiles = Cut::kTiles;
+    places_t<kKind, Cut> places;
     uint32_t words[kTiles][4];
     group_t groups[kTiles];
     uint32_t base;
@@ -83,44 +178,26 @@ template <kind_t kKind, typename Cut> struct codes_t {
 
     __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
     {
-        const int tid = thread % kWarpgroup, tile = (thread / kWarpgroup - 1) * kTiles;
-        codes = b.line.layout.codes + tile * Cut::kDepth * EPMOEI_TILE_BYTES + 16 * tid;
-        pair = tile * kSlots * kPairs + tid / 32 * 8 + tid % 32 / 4;
+        places.begin(b, thread);
         base = w.base;
         left = kKind == W4_LONG ? 0 : w.groups;
     }
     __device__ __forceinline__ void load_words(uint32_t stage, int depth)
     {
 #pragma unroll
-        for (int t = 0; t < kTiles; t++)
-            ptx_load_shared_16(words[t], stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
+        for (int t = 0; t < kTiles; t++) places.load_words(words[t], stage, t, depth);
     }
     __device__ __forceinline__ void load_groups(const weights_t &w, const shared_layout_t &layout, uint32_t stage,
                                                 int slot)
     {
-        const uint32_t first = pair + slot * kPairs, pair_bytes = kIsMxfp4<kKind> ? 2 : w.pair_bytes;
-        const uint32_t scale = stage + layout.scales + first * pair_bytes, step = kSlots * kPairs * pair_bytes;
-        if constexpr (kIsMxfp4<kKind>) {
 #pragma unroll
-            for (int t = 0; t < kTiles; t++) groups[t].scale = load_exponents<kKind>(scale + t * step);
-            return;
-        }
-        if (w.scales_dtype == EPMOE_BF16)
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) groups[t].scale = ptx_load_shared_4(scale + t * step);
-        else
-#pragma unroll
-            for (int t = 0; t < kTiles; t++) groups[t].scale = load_scales(w, scale + t * step);
-#pragma unroll
-        for (int t = 0; t < kTiles; t++) {
-            const uint32_t zero = stage + layout.zeros + (first + t * kSlots * kPairs) * 2;
-            groups[t].zero = __byte_perm(w.zeros ? ptx_load_shared_2(zero) : 0x0808u, 0x43, 0x4140);
-        }
+        for (int t = 0; t < kTiles; t++) places.load_group(groups[t], w, layout, stage, t, slot);
     }
     /* W4_LONG, before block `depth` of a stage, if it is one at all: its group, if that begins there. */
     __device__ __forceinline__ void take_group(const weights_t &w, const shared_layout_t &layout, uint32_t stage,
                                                int depth, bool really)
     {
+        static_assert(Cut::kDepth <= 2, "a longer stage may have the beginning of a longer group anywhere");
         if (really && left == 0) {
             load_groups(w, layout, stage, w.group_blocks == 1 ? depth : 0);
             left = w.group_blocks;
@@ -135,6 +212,77 @@ template <kind_t kKind, typename Cut> struct codes_t {
         if (kKind != W4_LONG && s % 2 == 0) load_groups(w, layout, stage, min(s / 2, left - 1));
 #pragma unroll
         for (int t = 0; t < kTiles; t++) dequantise<kKind>(a[t], words[t][s % 4], groups[t], base);
+    }
+};
+
+/* The loop of few tokens, of one tile a warpgroup. Stages that are full and have groups of 128 columns and small
+ * scales, or those of MXFP4, are taken as a whole, without a branch; others block by block. */
+template <kind_t kKind, typename Cut> struct few_codes_t {
+    static_assert(Cut::kTiles == 1 && Cut::kDepth == 4, "what a whole stage has");
+    static constexpr bool kMayBeWhole = kIsLong<kKind> || kKind == MXFP4;
+    places_t<kKind, Cut> places;
+    uint32_t words[4];
+    group_t groups[2]; /* taken as a whole: of the stage, MXFP4 of a block; else the first is what the block needs */
+    uint32_t base;
+    int32_t left; /* W4_LONG: blocks until the next group begins */
+    int32_t slot; /* W4_LONG: of the next group that begins in this stage */
+
+    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
+    {
+        places.begin(b, thread);
+        base = w.base;
+        left = slot = 0;
+    }
+    __device__ __forceinline__ void load_words(uint32_t stage, int depth) { places.load_words(words, stage, 0, depth); }
+
+    /* Whether the stage that begins with `block` may be taken as a whole. W4: its groups then are. */
+    __device__ __forceinline__ bool begin_whole(const weights_t &w, const shared_layout_t &layout, uint32_t stage,
+                                                int block)
+    {
+        if (!kMayBeWhole || block + Cut::kDepth > w.blocks) return false;
+        if (kIsMxfp4<kKind>) return 2 * (block + Cut::kDepth) <= w.groups;
+        if (w.group_blocks != 2) return false;
+        places.load_groups(groups, w, layout, stage, 0, 0);
+        if (__any_sync(0xFFFFFFFFu, is_large(groups[0]) | is_large(groups[1]))) return false;
+        make_small<kHasZeros<kKind>>(groups[0]);
+        make_small<kHasZeros<kKind>>(groups[1]);
+        return true;
+    }
+    /* Block `depth` of it, whose words are there, and the words of the next one. */
+    __device__ __forceinline__ void make_next(uint32_t (&a)[4][4], const weights_t &w, const shared_layout_t &layout,
+                                              uint32_t stage, int depth)
+    {
+        if (kIsMxfp4<kKind>) places.load_groups(groups, w, layout, stage, 0, 2 * depth);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            if constexpr (kIsMxfp4<kKind>)
+                dequantise<kKind>(a[s], words[s], groups[s / 2], base);
+            else
+                dequantise_small<kHasZeros<kKind>>(a[s], words[s], groups[depth / 2]);
+        }
+        if (depth + 1 < Cut::kDepth) load_words(stage, depth + 1);
+    }
+
+    /* Block `depth` of any stage, `block` of all, whose words are there. */
+    __device__ __forceinline__ void make_any(uint32_t (&a)[4][4], const weights_t &w, const shared_layout_t &layout,
+                                             uint32_t stage, int depth, int block)
+    {
+        if (kIsLong<kKind>) {
+            if (left == 0) {
+                places.load_group(groups[0], w, layout, stage, 0, slot++);
+                left = w.group_blocks;
+            }
+            left--;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            /* Behind the last column x is 0, and what it meets must be finite: the first group of a block is. */
+            if (!kIsLong<kKind>)
+                places.load_group(groups[0], w, layout, stage, 0,
+                                  min(2 * depth + half, w.groups - 1 - 2 * (block - depth)));
+            dequantise<kKind>(a[2 * half], words[2 * half], groups[0], base);
+            dequantise<kKind>(a[2 * half + 1], words[2 * half + 1], groups[0], base);
+        }
     }
 };
 

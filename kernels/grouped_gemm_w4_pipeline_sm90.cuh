@@ -12,22 +12,30 @@ namespace
 constexpr int kMostStages = 16;
 static_assert(kBlockK == EPMOEI_TILE_COLS, "x comes in the blocks of the codes");
 
-/* kTiles: of 64 weight rows, for each of the two warpgroups. kMaxN: most tokens. kDepth: blocks of 64 columns in a
- * stage. kBlocks: of an SM. kCluster: blocks that share their tokens, 1 or 2. kStep: widths are multiples of it.
- * kRegisters: of a consumer's thread, and of a producer's; all together no more than the block starts with, as no
- * others come free. */
+/* kGroups: warpgroups that consume. kTiles: of 64 weight rows, for each of them. kMaxN: most tokens. kDepth: blocks of
+ * 64 columns in a stage. kFew: which loop over K. kCluster: blocks that share their tokens, 1 or 2. kStep: widths are
+ * multiples of it. kRegisters: of a consumer's thread, and of a producer's; all together no more than the block starts
+ * with, as no others come free. */
 struct narrow_t {
-    static constexpr int kTiles = 2, kMaxN = 32, kDepth = 2, kBlocks = 2, kCluster = 1, kStep = 8;
-    static constexpr int kRegisters = 96, kProducerRegisters = 48;
+    static constexpr int kGroups = 4, kTiles = 1, kMaxN = 32, kDepth = 4, kCluster = 1, kStep = 8;
+    static constexpr int kRegisters = 104, kProducerRegisters = 56;
+    static constexpr bool kFew = true;
 };
 struct middle_t {
-    static constexpr int kTiles = 2, kMaxN = 128, kDepth = 2, kBlocks = 1, kCluster = 1, kStep = 16;
+    static constexpr int kGroups = 2, kTiles = 2, kMaxN = 128, kDepth = 2, kCluster = 1, kStep = 16;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
+    static constexpr bool kFew = false;
 };
 struct wide_t {
-    static constexpr int kTiles = 1, kMaxN = 256, kDepth = 1, kBlocks = 1, kCluster = 2, kStep = 16;
+    static constexpr int kGroups = 2, kTiles = 1, kMaxN = 256, kDepth = 1, kCluster = 2, kStep = 16;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
+    static constexpr bool kFew = false;
 };
+constexpr int kMostGroups = 4;
+/* Of a block: a warpgroup beside the consumers. */
+template <typename Cut> constexpr int kCutThreads = (1 + Cut::kGroups) * kWarpgroup;
+/* Tiles of 64 weight rows in a block. */
+template <typename Cut> constexpr int kCutTiles = Cut::kGroups *Cut::kTiles;
 
 /* The weights of a call, laid out as kernels/grouped_gemm_quant.h says. */
 struct weights_t {
@@ -54,7 +62,7 @@ struct shared_layout_t {
     int32_t scales;
     int32_t zeros;
     int32_t stage_bytes;
-    /* Shared memory: stages, staging of two warpgroups, notes of two tiles, barriers, tile list. */
+    /* Shared memory: stages, staging of each warpgroup, notes of two tiles, barriers, tile list. */
     int32_t staging;
     int32_t notes;
     int32_t notes_bytes;
@@ -70,14 +78,21 @@ struct pipeline_t {
     shared_layout_t layout;
 };
 
-typedef pipeline_barriers_t<kMostStages, 2> barriers_t;
+struct barriers_t {
+    uint64_t full[kMostStages];
+    uint64_t empty[kMostStages];
+    uint64_t notes_full[2];
+    uint64_t notes_empty[2];
+    staging_barriers_t staging[kMostGroups];
+    int32_t warp_sums[(1 + kMostGroups) * kWarpgroup / 32];
+};
 /* From a barrier of full stages to that of the same stage when empty: one address serves for both. */
 constexpr uint32_t kEmptyFromFull = offsetof(barriers_t, empty) - offsetof(barriers_t, full);
 constexpr uint32_t kNotesEmptyFromFull = offsetof(barriers_t, notes_empty) - offsetof(barriers_t, notes_full);
 
 template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const weights_t *w)
 {
-    const int32_t tiles = 2 * Cut::kTiles, groups = tiles * Cut::kDepth * (w->group_blocks ? 1 : 2);
+    const int32_t tiles = kCutTiles<Cut>, groups = tiles * Cut::kDepth * (w->group_blocks ? 1 : 2);
     shared_layout_t layout;
     layout.codes = Cut::kDepth * l->max_n * kBlockK * 2;
     layout.scales = layout.codes + tiles * Cut::kDepth * EPMOEI_TILE_BYTES;
@@ -85,7 +100,7 @@ template <typename Cut> shared_layout_t shared_layout(const pipeline_t *l, const
     /* The swizzle counts from multiples of 1024. */
     layout.stage_bytes = (int32_t)epmoei_round_up(layout.zeros + (w->zeros ? groups * EPMOEI_TILE_ROWS : 0), 1024);
     layout.staging = l->stages * layout.stage_bytes;
-    layout.notes = layout.staging + 2 * kStagingBytes;
+    layout.notes = layout.staging + Cut::kGroups * kStagingBytes;
     layout.notes_bytes = (int32_t)sizeof(notes_t) + 3 * l->noted * 4;
     layout.barriers = layout.notes + 2 * layout.notes_bytes;
     layout.cumulative = layout.barriers + (int32_t)sizeof(barriers_t);
@@ -119,7 +134,7 @@ struct block_t {
     /* The first 64 weight rows of this block in a tile, counted in such tiles of 64. */
     template <typename Cut> __device__ __forceinline__ int32_t first_w_tile(const tile_t &tile) const
     {
-        return (tile.cluster * Cut::kCluster + rank) * (2 * Cut::kTiles);
+        return (tile.cluster * Cut::kCluster + rank) * kCutTiles<Cut>;
     }
 };
 
@@ -186,7 +201,7 @@ template <typename Cut, bool kLong> struct walk_t {
             const int32_t half = Cut::kCluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
             block = group = groups = 0;
             w_tile = (int64_t)tile.expert * w.tiles + first_tile;
-            w_tiles = max(0, min(2 * Cut::kTiles, w.tiles - first_tile));
+            w_tiles = max(0, min(kCutTiles<Cut>, w.tiles - first_tile));
             first = b.rank * half;
             part = b.rank == 0 ? half : tile.width - half;
             take(w);

@@ -7,12 +7,13 @@
  *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
- *   consumers      two warpgroups of 64 or 128 weight rows each
- *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
- * Three cuts of it. With few tokens an expert the weights must stream: two blocks an SM, 256 weight rows each, so that
- * x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched half as often. In the middle 256
- * rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks
- * of a cluster fetch half of them each for both.
+ *   consumers      four warpgroups of 64 weight rows each, or two of 128 or 64
+ *   storers        two warps, which take the consumers' finished outputs from shared memory to y
+ * Three cuts of it. With few tokens an expert the weights must stream, 40 of them a clock of an SM, and a weight takes
+ * more instructions than its products: four warps a scheduler, so that one always has some, in a block of 256 weight
+ * rows, so that x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched seldom. In the
+ * middle 256 rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and
+ * two blocks of a cluster fetch half of them each for both.
  * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/grouped_gemm_tile.h"
@@ -29,7 +30,7 @@ template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
                                         const x_maps_t *x_maps)
 {
-    static_assert(2 * Cut::kTiles <= 4 && Cut::kDepth <= 16, "lanes enough");
+    static_assert(kCutTiles<Cut> <= 4 && Cut::kDepth <= 16, "lanes enough");
     const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
     const int depth = lane - 16;
     const uint32_t full = ptx_shared_address(b.barriers->full);
@@ -78,7 +79,7 @@ __device__ __forceinline__ bool has_large_scale(const weights_t &w, const block_
     const int lane = threadIdx.x % 32;
     const int32_t first = b.first_w_tile<Cut>(tile);
     if (!w.large) return true;
-    const bool reads = lane < 2 * Cut::kTiles && first + lane < w.tiles;
+    const bool reads = lane < kCutTiles<Cut> && first + lane < w.tiles;
     return __any_sync(0xFFFFFFFFu, reads && w.large[(int64_t)tile.expert * w.tiles + first + lane]);
 }
 
@@ -148,12 +149,13 @@ template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const b
     return ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster) - full;
 }
 
-/* acc += w x^T over all of K, for tiles of kN tokens. 16 columns are dequantised while the tensor cores multiply those
- * before: each has registers of its own until the product after it has begun and it is known to have ended. Nothing is
- * under way from one stage to the next: the registers that it reads would be live in every other width's code too. */
+/* acc += w x^T over all of K, for tiles of kN of many tokens. 16 columns are dequantised while the tensor cores
+ * multiply those before: each has registers of its own until the product after it has begun and it is known to have
+ * ended. Nothing is under way from one stage to the next: the registers that it reads would be live in every other
+ * width's code too. */
 template <kind_t kKind, typename Cut, int kN>
-__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, place_t &place,
-                                         float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
+__device__ __forceinline__ void multiply_many(const weights_t &w, const block_t &b, place_t &place,
+                                              float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
 {
     constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
     const uint32_t empty = empty_offset<Cut>(b);
@@ -206,6 +208,71 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
     place.advance(b, true);
 }
 
+/* Four products, 64 columns, of which x is the first descriptor. */
+template <int kN, int kRegisters>
+__device__ __forceinline__ void multiply_block(float (&acc)[kRegisters], uint32_t (&a)[4][4], uint32_t x)
+{
+#pragma unroll
+    for (int s = 0; s < 4; s++) ptx_define(a[s]);
+    ptx_wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; s++) ptx_wgmma_registers<kN>::run(acc, a[s], wgmma_descriptor(x + s * 2));
+    ptx_wgmma_commit();
+}
+
+/* The same for few tokens, where a weight takes longer to make than to multiply: four products begin and are waited for
+ * together, and there are twice as many warps, so that one of a scheduler always has something to do. */
+template <kind_t kKind, typename Cut, int kN>
+__device__ __forceinline__ void multiply_few(const weights_t &w, const block_t &b, place_t &place,
+                                             float (&acc)[Cut::kMaxN / 2])
+{
+    static_assert(Cut::kCluster == 1, "nobody else reads what is given back");
+    const shared_layout_t &layout = b.line.layout;
+    const uint32_t x_block = b.line.max_n * kBlockK * 2 / 16;
+    few_codes_t<kKind, Cut> from;
+    from.begin(w, b, ptx_thread_index());
+    for (int block = 0; block < w.blocks; block += Cut::kDepth) {
+        wait_barrier(place.full, place.parity());
+        /* The same in all threads, which lets the compiler keep it where the instruction wants it. */
+        const uint32_t x = __shfl_sync(0xFFFFFFFFu, descriptor_start(place.base), 0);
+        from.load_words(place.base, 0);
+        if (from.begin_whole(w, layout, place.base, block)) {
+            uint32_t a[2][4][4];
+#pragma unroll
+            for (int d = 0; d < Cut::kDepth; d++) {
+                from.make_next(a[d % 2], w, layout, place.base, d);
+                multiply_block<kN>(acc, a[d % 2], x + d * x_block);
+                ptx_wgmma_wait<1>();
+            }
+            ptx_wgmma_wait<0>();
+        } else {
+            const int blocks = min(Cut::kDepth, w.blocks - block);
+            from.slot = 0;
+#pragma unroll 1
+            for (int d = 0; d < blocks; d++) {
+                uint32_t a[4][4];
+                if (d > 0) from.load_words(place.base, d);
+                from.make_any(a, w, layout, place.base, d, block + d);
+                multiply_block<kN>(acc, a, x + d * x_block);
+                ptx_wgmma_wait<0>();
+            }
+        }
+        __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
+        ptx_mbarrier_arrive_if(place.full + kEmptyFromFull, threadIdx.x % 32 == 0);
+        place.advance(b, true);
+    }
+}
+
+template <kind_t kKind, typename Cut, int kN>
+__device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, place_t &place,
+                                         float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
+{
+    if constexpr (Cut::kFew)
+        multiply_few<kKind, Cut, kN>(w, b, place, acc[0]);
+    else
+        multiply_many<kKind, Cut, kN>(w, b, place, acc);
+}
+
 __device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
 {
     e.group = warpgroup;
@@ -232,25 +299,28 @@ __device__ __forceinline__ bool take_w_tile(const gemm_params_t &p, const weight
     return w_tile < w.tiles;
 }
 
-/* One warp for a warpgroup of consumers. */
+/* One of two warps: for every other warpgroup of consumers. */
 template <typename Cut>
-__device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w, const block_t &b, int32_t warpgroup)
+__device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w, const block_t &b, int32_t first_group)
 {
-    epilogue_t e;
-    take_staging(b, warpgroup, e);
-    ring_t notes = {0, 0}, parts = {0, 0};
+    ring_t notes = {0, 0}, parts[Cut::kGroups / 2] = {};
     for (;; notes.advance(2)) {
         wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
-        read_notes(b, notes.stage, tile, e);
+#pragma unroll
+        for (int i = 0; i < Cut::kGroups / 2; i++) {
+            epilogue_t e;
+            take_staging(b, first_group + 2 * i, e);
+            read_notes(b, notes.stage, tile, e);
 #pragma unroll 1
-        for (int t = 0; t < Cut::kTiles; t++) {
-            if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
-            if (p.gated)
-                store_parts<4, 4>(p, e, parts);
-            else
-                store_parts<8, 4>(p, e, parts);
+            for (int t = 0; t < Cut::kTiles; t++) {
+                if (!take_w_tile<Cut>(p, w, b, tile, t, e)) break;
+                if (p.gated)
+                    store_parts<4, 4>(p, e, parts[i]);
+                else
+                    store_parts<8, 4>(p, e, parts[i]);
+            }
         }
         ptx_mbarrier_arrive(ptx_shared_address(&b.barriers->notes_empty[notes.stage]));
     }
@@ -269,8 +339,11 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
         const notes_t *notes = b.notes_of(note);
         const int32_t width = notes->tile.width;
         if (width == 0) return;
-        constexpr kind_t kLarge = kKind == MXFP4 ? MXFP4_LARGE : kKind;
-        const bool large = kKind == MXFP4 && notes->large;
+        constexpr kind_t kOther = kKind == MXFP4     ? MXFP4_LARGE
+                                  : !Cut::kFew       ? kKind
+                                  : kKind == W4_LONG ? W4_LONG_ZEROS
+                                                     : W4_SHORT_ZEROS;
+        const bool other = kKind == MXFP4 ? notes->large != 0 : kKind != kOther && w.zeros;
 
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
@@ -283,8 +356,8 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
         if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) {                                                        \
-            if (large)                                                                                                 \
-                multiply<kLarge, Cut, n>(w, b, place, acc);                                                            \
+            if (other)                                                                                                 \
+                multiply<kOther, Cut, n>(w, b, place, acc);                                                            \
             else                                                                                                       \
                 multiply<kKind, Cut, n>(w, b, place, acc);                                                             \
         }                                                                                                              \
@@ -329,11 +402,13 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 }
 
 template <kind_t kKind, typename Cut>
-__global__ void __launch_bounds__(kThreads, Cut::kBlocks)
+__global__ void __launch_bounds__(kCutThreads<Cut>, 1)
     grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
                            const __grid_constant__ x_maps_t x_maps)
 {
-    static_assert(Cut::kProducerRegisters + 2 * Cut::kRegisters <= 3 * (Cut::kBlocks == 1 ? 168 : 80), "too many");
+    constexpr int kThreads = kCutThreads<Cut>, kStartRegisters = 65536 / kThreads / 8 * 8;
+    static_assert(Cut::kProducerRegisters + Cut::kGroups * Cut::kRegisters <= (1 + Cut::kGroups) * kStartRegisters,
+                  "too many");
     extern __shared__ __align__(1024) char shared[];
     block_t b = {line, shared};
     b.base = ptx_shared_address(shared);
@@ -341,24 +416,25 @@ __global__ void __launch_bounds__(kThreads, Cut::kBlocks)
     if (threadIdx.x == 0) {
         for (int i = 0; i < line.stages; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * Cut::kCluster);
+            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), 4 * Cut::kGroups * Cut::kCluster);
         }
         for (int i = 0; i < 2; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
-                              2 * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+                              Cut::kGroups * kWarpgroup + (line.way == WAY_ANY ? 0 : 2 * 32));
+        }
+        for (int i = 0; i < Cut::kGroups; i++)
             for (int part = 0; part < kStagingParts; part++) {
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].full[part]), kWarpgroup);
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
             }
-        }
         ptx_fence_barrier_init();
     }
     epmoei_begin_dependent();
     int32_t *cumulative = (int32_t *)(shared + b.line.layout.cumulative);
     b.cumulative = cumulative;
     b.rank = Cut::kCluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
-    const int32_t cluster_tiles = 2 * Cut::kTiles * Cut::kCluster;
+    const int32_t cluster_tiles = kCutTiles<Cut> * Cut::kCluster;
     b.clusters = (w.tiles + cluster_tiles - 1) / cluster_tiles;
     b.first_tile = blockIdx.x / Cut::kCluster;
     b.tile_step = gridDim.x / Cut::kCluster;
@@ -436,9 +512,7 @@ struct call_t {
 template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
 {
     const epmoe_grouped_gemm_args_t *args = c->args;
-    const int32_t num_sms = epmoei_device_current()->num_sms, whole = epmoei_device_current()->shared_bytes_per_block;
-    /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
-    const int32_t limit = (whole + 1024) / Cut::kBlocks - 1024;
+    const int32_t num_sms = epmoei_device_current()->num_sms, limit = epmoei_device_current()->shared_bytes_per_block;
     pipeline_t line = {};
     int32_t bytes = 0;
     line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
@@ -452,11 +526,12 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     const int64_t tiles =
-        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, 2 * Cut::kTiles * Cut::kCluster);
-    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / Cut::kCluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
-                                  kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)), dim3(kThreads),
-                                  (size_t)bytes, c->stream, gemm_params(args), c->w, line, x_maps),
+        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, kCutTiles<Cut> * Cut::kCluster);
+    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms / Cut::kCluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, Cut::kCluster,
+                                                              dim3((unsigned)(clusters * Cut::kCluster)),
+                                                              dim3(kCutThreads<Cut>), (size_t)bytes, c->stream,
+                                                              gemm_params(args), c->w, line, x_maps),
                               "grouped_gemm_w4_sm90");
 }
 

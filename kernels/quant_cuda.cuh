@@ -28,6 +28,13 @@ __device__ __forceinline__ uint32_t quant_sub2(uint32_t a, uint32_t b, __half)
     return *(uint32_t *)&r;
 }
 
+/* a b + c, rounded once. */
+__device__ __forceinline__ uint32_t quant_fma2(uint32_t a, uint32_t b, uint32_t c, __nv_bfloat16)
+{
+    __nv_bfloat162 r = __hfma2(*(__nv_bfloat162 *)&a, *(__nv_bfloat162 *)&b, *(__nv_bfloat162 *)&c);
+    return *(uint32_t *)&r;
+}
+
 /* What the bits of a type are put into, and what they are then short of. */
 template <typename T> struct quant_type;
 template <> struct quant_type<__nv_bfloat16> {

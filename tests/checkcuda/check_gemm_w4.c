@@ -23,6 +23,8 @@ typedef struct shape_t {
     bool noted;           /* MXFP4: with notes of the tiles that have a scale above 2 */
     const uint8_t *codes; /* MXFP4: what scales are drawn from; NULL = some below 1 */
     int32_t num_codes;
+    const float *scales; /* W4: the same */
+    int32_t num_scales;
     float x_size; /* 0 = 1 */
 } shape_t;
 
@@ -91,6 +93,8 @@ static packed_t draw_expert(testing_rng_t *rng, const shape_t *shape)
     for (int64_t i = 0; i < sizes.scales; i++) {
         if (shape->codes)
             p.scales[i] = shape->codes[testing_range(rng, 0, shape->num_codes - 1)];
+        else if (shape->scales)
+            epmoei_store(p.scales, shape->scales_dtype, i, shape->scales[testing_range(rng, 0, shape->num_scales - 1)]);
         else if (shape->scales_dtype == EPMOE_F8_E8M0)
             p.scales[i] = (uint8_t)testing_range(rng, 119, 124);
         else
@@ -496,6 +500,70 @@ static void check_scale_sizes(testing_rng_t *rng)
     check_end();
 }
 
+/* W4 beside the bounds at which a loop takes another way, 2^-5 and 2^-1; the smallest are subnormal. One scale for all
+ * weights, for the reason above, then all of them, so that the ways change from group to group. K has whole stages of
+ * 256 columns and a part of one. */
+static void check_w4_scale_sizes(testing_rng_t *rng)
+{
+    static const float scales[] = {0.0f,        0x1.6p-130f, 0x1p-126f, 0x1.fep-6f, 0x1p-5f,
+                                   -0x1.02p-5f, 0x1.fep-2f,  0x1p-1f,   1.25f,      0x1.8p100f};
+    static const float usual[] = {0x1.8p-7f, -0x1.24p-6f, 0x1.fep-6f, 0x1p-5f, 0x1.1p-4f, 0x1.fep-2f, 0x1p-1f};
+    static const struct {
+        int32_t group;
+        epmoe_dtype_t dtype;
+    } groups[] = {{128, EPMOE_BF16}, {128, EPMOE_F32}, {64, EPMOE_BF16}, {32, EPMOE_BF16}, {256, EPMOE_F32}};
+    static const int32_t rows[] = {3, 14, 27, 60, 250};
+    enum { kScales = sizeof scales / sizeof *scales, kUsual = sizeof usual / sizeof *usual, kGroups = 5 };
+    check_begin("gemm_w4", "w4 with scales of all sizes");
+    for (int32_t i = 0; i < (kScales + 2) * 2 * kGroups; i++) {
+        const int32_t which = i / (2 * kGroups);
+        shape_t shape = {.tokens = rows[(i + which) % 5],
+                         .top_k = 1,
+                         .experts = 2,
+                         .n = 8 * testing_range(rng, 1, 60),
+                         .k = 256 * testing_range(rng, 1, 2) + 8 * testing_range(rng, 0, 31),
+                         .format = EPMOE_FORMAT_W4,
+                         .group = groups[i % kGroups].group,
+                         .scales_dtype = groups[i % kGroups].dtype,
+                         .zeros = i / kGroups % 2,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_F32,
+                         .activation = EPMOE_ACTIVATION_NONE,
+                         .indexed = i % 2,
+                         .scales = which < kScales ? scales + which : usual,
+                         .num_scales = which < kScales ? 1 : kUsual,
+                         .x_size = which == 1 || which == 2 ? 4096.0f : 1.0f};
+        if (!check_skips((int64_t)shape.tokens * (shape.n + shape.k))) run_one(rng, &shape);
+    }
+    check_end();
+
+    /* Scales that are NaN or infinite make their rows NaN and leave the others alone. */
+    static const float with_nan[] = {0.01f, 0.02f, 0.03f, 0.01f, 0.02f, 0.03f, 0.04f, NAN, 0.01f, 0.02f, INFINITY};
+    check_begin("gemm_w4", "w4 with scales that are NaN or infinite");
+    for (int32_t i = 0; i < 8; i++) {
+        shape_t shape = {.tokens = rows[i % 4],
+                         .top_k = 1,
+                         .experts = 2,
+                         .n = 200,
+                         .k = 256,
+                         .format = EPMOE_FORMAT_W4,
+                         .group = i / 4 ? 256 : 128,
+                         .scales_dtype = EPMOE_BF16,
+                         .zeros = i % 2,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_F32,
+                         .activation = EPMOE_ACTIVATION_NONE,
+                         .scales = with_nan,
+                         .num_scales = sizeof with_nan / sizeof *with_nan};
+        check_case_t c;
+        make(&c, rng, &shape);
+        check_run(&c);
+        check_free(&c);
+        free(kernel_weights), free(exact_weights);
+    }
+    check_end();
+}
+
 /* One expert without offsets, the rows counted on the device. */
 static void check_dense(testing_rng_t *rng)
 {
@@ -564,6 +632,7 @@ void check_gemm_w4(testing_rng_t *rng)
     check_epilogues(rng);
     check_gpt_oss(rng);
     check_scale_sizes(rng);
+    check_w4_scale_sizes(rng);
     check_dense(rng);
     check_graphs(rng);
 }
