@@ -1,7 +1,8 @@
 /* Dispatch: headers tell every rank who sends how many rows to whom, then rows go to their final places. The plan is
  * the host's on both backends; what moves x rows is the transport.
- *   bytes on the wire per row: d*b (x) + 4*k (local ids) + 4*k (weights) */
+ *   bytes on the wire per row: d*b (x; in FP8 d + 4*ceil(d/128)) + 4*k (local ids) + 4*k (weights) */
 #include "comm/ep_rows.h"
+#include "comm/ep_wire.h"
 #include "comm/transport.h"
 
 #include <stdio.h>
@@ -75,7 +76,9 @@ static int32_t add_segments(const epmoe_ep_t *ep, epmoe_segment_t *segments, int
 {
     int64_t k = ep->config.top_k, first = rows.first * k, bytes = rows.num * k * 4;
     if (rows.num == 0) return num;
-    if (x) segments[num++] = (epmoe_segment_t){peer, 0, x + rows.first * ep->row_bytes, rows.num * ep->row_bytes};
+    if (x)
+        segments[num++] =
+            (epmoe_segment_t){peer, 0, x + rows.first * ep->wire_row_bytes, rows.num * ep->wire_row_bytes};
     segments[num++] = (epmoe_segment_t){peer, 0, weights + first, bytes};
     if (ids) segments[num++] = (epmoe_segment_t){peer, 0, ids + first, bytes};
     return num;
@@ -98,8 +101,8 @@ static epmoe_status_t begin_rows(epmoe_ep_t *ep, const epmoe_dispatch_args_t *ar
     }
     int64_t own = epmoei_ep_received_rows(ep, ep->rank).num, routing_bytes = (known ? 4 : 8) * ep->config.top_k;
     ep->num_rows = (int32_t)b->recv_offset[ep->size];
-    ep->wire_bytes =
-        (ep->num_rows - own) * ep->partial_bytes + epmoei_ep_outbox_total(ep) * (ep->row_bytes + routing_bytes);
+    ep->bytes_sent =
+        (ep->num_rows - own) * ep->partial_bytes + epmoei_ep_outbox_total(ep) * (ep->wire_row_bytes + routing_bytes);
     if (ep->comm->ops->begin) EPMOEI_CHECK(ep->comm->ops->begin(ep, &trip, stream));
     EPMOEI_CHECK(epmoei_ep_exchange_begin(ep, trip.phase, num_sends, num_recvs));
     EPMOEI_CHECK(epmoei_ep_copy_own_rows(ep, args, stream));
@@ -116,12 +119,13 @@ static epmoe_status_t finish_rows(epmoe_ep_t *ep, epmoe_stream_t stream)
     int64_t bytes = 4 * (int64_t)ep->num_rows * ep->config.top_k;
     EPMOEI_CHECK(epmoei_ep_exchange_finish(ep, trip.phase));
     if (ep->comm->ops->finish) EPMOEI_CHECK(ep->comm->ops->finish(ep, &trip, stream));
+    EPMOEI_CHECK(epmoei_ep_unpack_rows(ep, stream));
     EPMOEI_CHECK(epmoei_ep_copy(ep, b->device_ids, b->ids, bytes, stream));
     EPMOEI_CHECK(epmoei_ep_copy(ep, b->device_weights, b->weights, bytes, stream));
     return epmoei_ep_mark(ep, stream);
 }
 
-static epmoe_status_t begin_local(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args)
+static epmoe_status_t begin_local(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream)
 {
     if (args->num_tokens > ep->max_rows)
         return epmoei_fail(EPMOE_ERROR_CAPACITY, "dispatch: rank 0 would receive %d rows, its capacity is %d",
@@ -130,7 +134,14 @@ static epmoe_status_t begin_local(epmoe_ep_t *ep, const epmoe_dispatch_args_t *a
     ep->x = args->x;
     ep->ids = args->ids;
     ep->weights = args->weights;
-    return EPMOE_OK;
+    if (!epmoei_ep_is_coded(ep)) return EPMOE_OK;
+    ep->x = ep->buffers.x;
+    const epmoei_round_rows_t round = {.dst = ep->buffers.x,
+                                       .src = args->x,
+                                       .dtype = ep->config.dtype,
+                                       .hidden = ep->config.hidden,
+                                       .num_rows = args->num_tokens};
+    return epmoei_round_rows(ep->comm->backend, &round, stream);
 }
 
 static epmoe_status_t begin_remote(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
@@ -192,7 +203,7 @@ epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t
     ep->routing_valid = false;
     if (ep->size == 1) {
         EPMOEI_CHECK(local);
-        EPMOEI_CHECK(begin_local(ep, &own));
+        EPMOEI_CHECK(begin_local(ep, &own, stream));
     } else
         EPMOEI_CHECK(begin_remote(ep, &own, local, stream));
     ep->num_tokens = own.num_tokens;

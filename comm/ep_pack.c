@@ -2,6 +2,7 @@
  * the host's. */
 #include "comm/ep_plan.h"
 #include "comm/ep_rows.h"
+#include "comm/ep_wire.h"
 
 #include <string.h>
 
@@ -56,6 +57,36 @@ static void write_routing(const epmoe_ep_t *ep, const epmoe_dispatch_args_t *arg
     }
 }
 
+static epmoe_status_t pack_rows(epmoe_ep_t *ep, const void *x, epmoe_stream_t stream)
+{
+    const epmoei_ep_buffers_t *b = &ep->buffers;
+    int64_t num_rows = epmoei_ep_outbox_total(ep), gap_at = b->send_offset[ep->rank];
+    int64_t gap = b->send_offset[ep->rank + 1] - gap_at;
+    if (epmoei_ep_is_coded(ep)) {
+        const epmoei_encode_rows_t encode = {
+            .dst = epmoei_coded_rows_packed(b->outbox, ep->config.hidden),
+            .src = x,
+            .dtype = ep->config.dtype,
+            .hidden = ep->config.hidden,
+            .index = b->device_slot_token,
+            .num_rows = num_rows,
+            .gap_at = gap_at,
+            .gap = gap,
+        };
+        return epmoei_encode_rows(ep->comm->backend, &encode, stream);
+    }
+    const epmoei_gather_rows_t gather = {
+        .dst = b->outbox,
+        .src = x,
+        .index = b->device_slot_token,
+        .num_rows = num_rows,
+        .gap_at = gap_at,
+        .gap = gap,
+        .row_bytes = ep->row_bytes,
+    };
+    return epmoei_gather_rows(ep->comm->backend, &gather, stream);
+}
+
 epmoe_status_t epmoei_ep_pack_outbox(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream)
 {
     const epmoei_ep_buffers_t *b = &ep->buffers;
@@ -64,18 +95,9 @@ epmoe_status_t epmoei_ep_pack_outbox(epmoe_ep_t *ep, const epmoe_dispatch_args_t
         EPMOEI_CHECK(epmoei_ep_copy(ep, b->device_slot_token, b->slot_token, 4 * b->send_offset[ep->size], stream));
         EPMOEI_CHECK(epmoei_ep_copy(ep, b->device_token_slots, b->token_slots, 4 * width * args->num_tokens, stream));
     }
-    const epmoei_gather_rows_t gather = {
-        .dst = b->outbox,
-        .src = args->x,
-        .index = b->device_slot_token,
-        .num_rows = epmoei_ep_outbox_total(ep),
-        .gap_at = b->send_offset[ep->rank],
-        .gap = b->send_offset[ep->rank + 1] - b->send_offset[ep->rank],
-        .row_bytes = ep->row_bytes,
-    };
-    EPMOEI_CHECK(epmoei_gather_rows(ep->comm->backend, &gather, stream));
+    EPMOEI_CHECK(pack_rows(ep, args->x, stream));
     EPMOEI_CHECK(epmoei_ep_mark(ep, stream));
-#pragma omp parallel if (gather.num_rows * ep->config.top_k > PARALLEL_SLOTS)
+#pragma omp parallel if (epmoei_ep_outbox_total(ep) * ep->config.top_k > PARALLEL_SLOTS)
     for (int32_t r = 0; r < ep->size; r++) {
         if (r == ep->rank) continue;
 #pragma omp for schedule(static) nowait
@@ -86,21 +108,51 @@ epmoe_status_t epmoei_ep_pack_outbox(epmoe_ep_t *ep, const epmoe_dispatch_args_t
     return EPMOE_OK;
 }
 
+static epmoe_status_t place_own_rows(epmoe_ep_t *ep, const void *x, epmoe_stream_t stream)
+{
+    const epmoei_ep_buffers_t *b = &ep->buffers;
+    epmoei_rows_t own = epmoei_ep_received_rows(ep, ep->rank);
+    const int32_t *index = b->device_slot_token + b->send_offset[ep->rank];
+    char *dst = b->x + own.first * ep->row_bytes;
+    if (epmoei_ep_is_coded(ep)) {
+        const epmoei_round_rows_t round = {.dst = dst,
+                                           .src = x,
+                                           .dtype = ep->config.dtype,
+                                           .hidden = ep->config.hidden,
+                                           .index = index,
+                                           .num_rows = own.num};
+        return epmoei_round_rows(ep->comm->backend, &round, stream);
+    }
+    const epmoei_gather_rows_t gather = {
+        .dst = dst, .src = x, .index = index, .num_rows = own.num, .row_bytes = ep->row_bytes};
+    return epmoei_gather_rows(ep->comm->backend, &gather, stream);
+}
+
 epmoe_status_t epmoei_ep_copy_own_rows(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream)
 {
     const epmoei_ep_buffers_t *b = &ep->buffers;
     int64_t first = b->send_offset[ep->rank];
     epmoei_rows_t own = epmoei_ep_received_rows(ep, ep->rank);
-    const epmoei_gather_rows_t gather = {
-        .dst = b->x + own.first * ep->row_bytes,
-        .src = args->x,
-        .index = b->device_slot_token + first,
-        .num_rows = own.num,
-        .row_bytes = ep->row_bytes,
-    };
-    EPMOEI_CHECK(epmoei_gather_rows(ep->comm->backend, &gather, stream));
+    EPMOEI_CHECK(place_own_rows(ep, args->x, stream));
 #pragma omp parallel for schedule(static) if (own.num * ep->config.top_k > PARALLEL_SLOTS)
     for (int64_t i = 0; i < own.num; i++)
         write_routing(ep, args, ep->rank, b->slot_token[first + i], own.first + i, b->ids, b->weights);
     return EPMOE_OK;
+}
+
+epmoe_status_t epmoei_ep_unpack_rows(epmoe_ep_t *ep, epmoe_stream_t stream)
+{
+    const epmoei_ep_buffers_t *b = &ep->buffers;
+    epmoei_rows_t own = epmoei_ep_received_rows(ep, ep->rank);
+    if (!epmoei_ep_is_coded(ep)) return EPMOE_OK;
+    const epmoei_decode_rows_t decode = {
+        .dst = b->x,
+        .dtype = ep->config.dtype,
+        .hidden = ep->config.hidden,
+        .src = epmoei_coded_rows_packed(b->wire, ep->config.hidden),
+        .num_rows = ep->num_rows,
+        .gap_at = own.first,
+        .gap = own.num,
+    };
+    return epmoei_decode_rows(ep->comm->backend, &decode, stream);
 }

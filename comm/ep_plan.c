@@ -1,6 +1,7 @@
 #include "comm/ep_plan.h"
 
 #include "base/dtype.h"
+#include "comm/ep_wire.h"
 #include "comm/transport.h"
 
 #include <stdatomic.h>
@@ -14,6 +15,13 @@ static int32_t ranks_per_token(const epmoe_ep_config_t *config, int32_t size)
 static epmoe_dtype_t partial_dtype(epmoe_dtype_t dtype, int32_t size)
 {
     return dtype == EPMOE_BF16 && size > 1 ? EPMOE_BF16 : EPMOE_F32;
+}
+
+/* Of an x row as it travels. */
+static int64_t wire_row_bytes(const epmoe_ep_config_t *config)
+{
+    if (config->wire_dtype == EPMOE_F8_E4M3) return epmoei_coded_row_bytes(config->hidden);
+    return (int64_t)config->hidden * epmoe_dtype_size(config->dtype);
 }
 
 static int64_t header_bytes(int32_t size)
@@ -40,10 +48,13 @@ static void carve_buffers(epmoei_ep_buffers_t *b, arenas_t *arenas, const epmoe_
     if (size > 1 && transport == EPMOE_TRANSPORT_P2P) return; /* which has its own */
     b->y = epmoei_carve(device, max_rows * partial_row);
     if (cuda) b->device_num_rows = epmoei_carve(device, 4);
+    bool coded = config->wire_dtype != config->dtype;
+    if (size > 1 || coded) b->x = epmoei_carve(device, max_rows * row);
     if (size == 1) return;
 
     int64_t slots = tokens * ranks_per_token(config, size);
-    int64_t outbox = tokens * epmoei_min64(k, ranks - 1), widest = epmoei_max64(row, partial_row);
+    int64_t outbox = tokens * epmoei_min64(k, ranks - 1), wire = wire_row_bytes(config);
+    int64_t widest = epmoei_max64(wire, partial_row);
     b->headers = epmoei_carve(host, ranks * header_bytes(size));
     b->send_offset = epmoei_carve(host, 8 * (ranks + 1));
     b->recv_offset = epmoei_carve(host, 8 * (ranks + 1));
@@ -57,7 +68,7 @@ static void carve_buffers(epmoei_ep_buffers_t *b, arenas_t *arenas, const epmoe_
     b->outbox = epmoei_carve(device, outbox * widest);
     b->outbox_ids = epmoei_carve(host, outbox * k * 4);
     b->outbox_weights = epmoei_carve(host, outbox * k * 4);
-    b->x = epmoei_carve(device, max_rows * row);
+    if (coded) b->wire = epmoei_carve(device, max_rows * wire);
     b->ids = epmoei_carve(pinned, max_rows * k * 4);
     b->weights = epmoei_carve(pinned, max_rows * k * 4);
     b->device_slot_token = cuda ? epmoei_carve(device, 4 * slots) : b->slot_token;
@@ -91,8 +102,8 @@ static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is %s (%d): expected f32, bf16 or f16",
                            epmoe_dtype_string(own->dtype), (int)own->dtype);
     if (own->wire_dtype == EPMOE_DTYPE_NONE) own->wire_dtype = own->dtype;
-    if (own->wire_dtype != own->dtype)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.wire_dtype is %s (%d): only dtype (%s) is supported",
+    if (own->wire_dtype != own->dtype && own->wire_dtype != EPMOE_F8_E4M3)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.wire_dtype is %s (%d): expected dtype (%s) or f8_e4m3",
                            epmoe_dtype_string(own->wire_dtype), (int)own->wire_dtype, epmoe_dtype_string(own->dtype));
     if (own->comm_sms < 0)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.comm_sms is %d: expected 0 (all) or more",
@@ -191,6 +202,7 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     made->header_bytes = header_bytes(made->size);
     made->partial_dtype = partial_dtype(made->config.dtype, made->size);
     made->row_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->config.dtype);
+    made->wire_row_bytes = wire_row_bytes(&made->config);
     made->partial_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->partial_dtype);
     status = make_buffers(made);
     EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
@@ -228,7 +240,7 @@ void epmoe_ep_destroy(epmoe_ep_t *ep)
 
 epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep) { return ep ? ep->partial_dtype : EPMOE_DTYPE_NONE; }
 
-int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->wire_bytes; }
+int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->bytes_sent; }
 
 int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep) { return ep->num_rows; }
 
@@ -238,11 +250,11 @@ epmoei_trip_t epmoei_ep_trip(const epmoe_ep_t *ep, bool home)
 {
     const epmoei_ep_buffers_t *b = &ep->buffers;
     bool cuda = epmoei_ep_is_cuda(ep);
-    char *rows = home ? b->y : b->x;
+    char *rows = home ? b->y : epmoei_ep_is_coded(ep) ? b->wire : b->x;
     return (epmoei_trip_t){
         .phase = home ? "combine" : "dispatch (rows)",
         .home = home,
-        .row_bytes = home ? ep->partial_bytes : ep->row_bytes,
+        .row_bytes = home ? ep->partial_bytes : ep->wire_row_bytes,
         .outbox = b->outbox,
         .rows = rows,
         .host_outbox = cuda ? b->staged_outbox : b->outbox,

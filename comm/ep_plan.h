@@ -42,10 +42,12 @@ typedef struct epmoei_ep_buffers_t {
     int32_t *token_slots;   /* P [max_tokens,m] slots of a token, ranks ascending, then -1 */
     epmoe_segment_t *sends; /* [3*R] */
     epmoe_segment_t *recvs; /* [3*R] */
-    char *outbox;           /* B packed x rows for the peers; during combine the partial rows that come home */
+    char *outbox;           /* B packed rows for the peers as they travel; during combine the partial rows that come
+                               home */
     int32_t *outbox_ids;    /* local ids of the packed rows */
     float *outbox_weights;  /* */
-    char *x;                /* B [max_rows,d] received */
+    char *x;                /* B [max_rows,d] received; with one rank that of rows in FP8 alone */
+    char *wire;             /* B rows in FP8: [max_rows] of wire_row_bytes as they arrive */
     int32_t *ids;           /* P [max_rows,k] */
     float *weights;         /* P [max_rows,k] */
     char *y;                /* B [max_rows,d] of the partial dtype */
@@ -68,8 +70,9 @@ struct epmoe_ep {
     int32_t max_rows;
     int64_t object;
     int64_t header_bytes;
-    int64_t row_bytes;     /* of an x row on the wire */
-    int64_t partial_bytes; /* of a partial row */
+    int64_t row_bytes;      /* of an x row */
+    int64_t wire_row_bytes; /* of an x row on the wire */
+    int64_t partial_bytes;  /* of a partial row */
     epmoe_dtype_t partial_dtype;
 
     epmoei_ep_state_t state;
@@ -78,7 +81,7 @@ struct epmoe_ep {
     epmoei_event_t event; /* CUDA: once it has passed, the stream is through with the page-locked memory */
     int32_t num_tokens;
     int32_t num_rows;
-    int64_t wire_bytes; /* of the last dispatch and its combine */
+    int64_t bytes_sent; /* by the last dispatch and its combine */
     const void *x;      /* rows for the caller: the received ones, with one rank his own */
     const int32_t *ids;
     const float *weights;
@@ -134,10 +137,13 @@ typedef struct epmoei_trip_t {
     const char *phase; /* for messages */
     bool home;
     int64_t row_bytes;
-    char *outbox, *rows;           /* the backend's memory; rows is x or y */
+    char *outbox, *rows;           /* the backend's memory; rows is x, in FP8 `wire`, or y */
     char *host_outbox, *host_rows; /* what the host exchange moves: laid out alike; NULL when it moves no rows */
 } epmoei_trip_t;
 epmoei_trip_t epmoei_ep_trip(const epmoe_ep_t *ep, bool home);
+
+/* Whether rows travel as codes (comm/ep_wire.h). */
+static inline bool epmoei_ep_is_coded(const epmoe_ep_t *ep) { return ep->config.wire_dtype != ep->config.dtype; }
 
 static inline bool epmoei_ep_is_cuda(const epmoe_ep_t *ep) { return ep->comm->backend == EPMOE_BACKEND_CUDA; }
 
@@ -154,10 +160,12 @@ epmoe_status_t epmoei_ep_copy(const epmoe_ep_t *ep, void *dst, const void *src, 
 
 /* The slots of every token, and rows for every rank into `counts`. ids are in host memory. */
 void epmoei_ep_route(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, int32_t *counts);
-/* The slots of peers into the outbox; those of the own rank to where received rows lie. ids and weights of args are the
- * host's, x is the backend's. */
+/* The slots of peers into the outbox, as they travel; those of the own rank to where received rows lie, as they arrive.
+ * ids and weights of args are the host's, x is the backend's. */
 epmoe_status_t epmoei_ep_pack_outbox(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_ep_copy_own_rows(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream);
+/* The rows of peers out of `wire`, once they are there; nothing where they arrive as they are. */
+epmoe_status_t epmoei_ep_unpack_rows(epmoe_ep_t *ep, epmoe_stream_t stream);
 
 /* Headers: what every rank says before rows travel. `begin` sends this rank's, which must be filled in; `finish` has
  * everybody's and the verdict, `own` being this rank's status. Every rank comes to the same verdict. */

@@ -36,6 +36,7 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"weight_format", config->weight_format},
         {"weight_group", config->weight_group},
         {"fp8_activations", config->fp8_activations},
+        {"wire_dtype", config->wire_dtype},
     };
     return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
 }
@@ -92,6 +93,7 @@ static epmoe_status_t make_ep(epmoe_layer_t *layer)
     ep.hidden = layer->config.hidden;
     ep.max_tokens = layer->config.max_tokens;
     ep.dtype = layer->config.dtype;
+    ep.wire_dtype = layer->config.wire_dtype;
     ep.capacity = layer->config.capacity;
     return epmoe_ep_create(layer->comm, &ep, &layer->ep);
 }

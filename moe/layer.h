@@ -75,6 +75,7 @@ typedef struct epmoei_layer_workspace_t {
     float *logits;      /* [max_tokens,E] */
     int32_t *ids;       /* [max_tokens,k] */
     float *weights;     /* [max_tokens,k] */
+    void *rounded;      /* [max_tokens,d] with one rank and FP8 on the wire: x as the experts get it */
     float *shared;      /* [max_tokens,d]: the shared expert's output */
     void *shared_h;     /* [max_tokens,fs] of dtype */
     float *shared_gate; /* [max_tokens]: sigmoids */

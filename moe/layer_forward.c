@@ -3,6 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/comm.h"
+#include "comm/ep_wire.h"
 #include "kernels/experts_few.h"
 #include "kernels/kernel_table.h"
 #include "kernels/route.h"
@@ -322,6 +323,19 @@ static epmoe_status_t finish_dense(const forward_t *forward)
     return epmoe_sum(&sum, forward->stream);
 }
 
+/* One rank: x as it would arrive from another. */
+static epmoe_status_t round_rows(const forward_t *forward, void *rounded)
+{
+    const epmoe_layer_config_t *config = &forward->layer->config;
+    const epmoei_round_rows_t round = {.dst = rounded,
+                                       .src = forward->args.x,
+                                       .dtype = config->dtype,
+                                       .hidden = config->hidden,
+                                       .num_rows = forward->args.num_tokens,
+                                       .num_rows_dev = forward->args.num_tokens_dev};
+    return epmoei_round_rows(forward->layer->backend, &round, forward->stream);
+}
+
 /* One rank: the experts write y themselves. */
 static epmoe_status_t run_local(forward_t *forward)
 {
@@ -331,8 +345,10 @@ static epmoe_status_t run_local(forward_t *forward)
     if (args->num_tokens > layer->max_rows)
         return epmoei_fail(EPMOE_ERROR_CAPACITY, "num_tokens is %d: the capacity is %lld rows", args->num_tokens,
                            (long long)layer->max_rows);
+    const bool rounds = layer->config.wire_dtype != layer->config.dtype;
+    const void *x = rounds ? workspace->rounded : args->x;
     epmoe_experts_args_t experts =
-        experts_args(layer, args->num_tokens, args->x, forward->ids, forward->weights, layer->config.dtype, args->y);
+        experts_args(layer, args->num_tokens, x, forward->ids, forward->weights, layer->config.dtype, args->y);
     experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
@@ -342,6 +358,10 @@ static epmoe_status_t run_local(forward_t *forward)
     if (aligned && args->num_tokens) EPMOEI_CHECK(epmoei_experts_order(&experts, &order));
     EPMOEI_CHECK(route(forward, &order));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
+    if (rounds) {
+        EPMOEI_CHECK(round_rows(forward, workspace->rounded));
+        EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_DISPATCH));
+    }
     EPMOEI_CHECK(run_shared(forward));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_SHARED));
     return epmoei_experts_run(&experts, aligned, forward->stream, &forward->stages);

@@ -65,6 +65,7 @@ static void drop_routed(epmoe_layer_config_t *config)
     config->routed_scale = config->router_jitter = 0;
     config->router_has_bias = config->has_selection_bias = config->weight_on_input = config->expert_has_bias = 0;
     config->capacity = 0;
+    config->wire_dtype = EPMOE_DTYPE_NONE;
 }
 
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
@@ -96,6 +97,10 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
     if (!epmoei_dtype_is_float(out->dtype))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.dtype is %d: expected F32, BF16 or F16",
                            (int)out->dtype);
+    if (out->wire_dtype == EPMOE_DTYPE_NONE) out->wire_dtype = out->dtype;
+    if (out->wire_dtype != out->dtype && out->wire_dtype != EPMOE_F8_E4M3)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.wire_dtype is %s (%d): expected dtype (%s) or f8_e4m3",
+                           epmoe_dtype_string(out->wire_dtype), (int)out->wire_dtype, epmoe_dtype_string(out->dtype));
     if (out->weight_format == EPMOE_FORMAT_NONE) out->weight_format = epmoei_format_of_dtype(out->dtype);
     if (epmoei_dtype_of_format(out->weight_format) == EPMOE_DTYPE_NONE &&
         !epmoei_format_is_quantised(out->weight_format))
@@ -223,6 +228,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.logits = epmoei_carve(&arena, tokens * config->num_experts * 4);
     workspace.ids = epmoei_carve(&arena, tokens * config->top_k * 4);
     workspace.weights = epmoei_carve(&arena, tokens * config->top_k * 4);
+    const bool rounds = config->wire_dtype != config->dtype && local_experts == config->num_experts;
+    workspace.rounded = epmoei_carve(&arena, rounds ? tokens * config->hidden * epmoe_dtype_size(config->dtype) : 0);
     workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
     workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
@@ -399,6 +406,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
         ep.hidden = checked.hidden;
         ep.max_tokens = checked.max_tokens;
         ep.dtype = checked.dtype;
+        ep.wire_dtype = checked.wire_dtype;
         ep.capacity = checked.capacity;
         EPMOEI_CHECK(epmoe_ep_buffer_size(&ep, size, max_rows, &result.comm_bytes));
     }

@@ -1065,7 +1065,9 @@ typedef struct epmoe_ep_config_t {
     int32_t hidden;
     int32_t max_tokens;       /* this rank's bound of T; may differ per rank */
     epmoe_dtype_t dtype;      /* of x and y: F32, BF16, F16 */
-    epmoe_dtype_t wire_dtype; /* 0 = dtype; F8_E4M3 is not supported yet */
+    epmoe_dtype_t wire_dtype; /* of x on its way out: 0 = dtype, or F8_E4M3: rows travel as codes and scales of
+                                 epmoe_quantize_fp8, BLOCK128, and what the experts of every rank get, the own one and
+                                 the only one too, is code times scale rounded to dtype */
     int64_t
         capacity; /* most rows this rank accepts per dispatch; 0 = the sum of max_tokens of all ranks, the worst case */
     int32_t comm_sms; /* transport P2P: most multiprocessors that dispatch and combine take, on this rank; 0 = all */
@@ -1102,7 +1104,7 @@ typedef struct epmoe_dispatch_args_t {
 /* Rows this rank received: one per (token, this rank) whatever the number of the token's experts here, ordered by
  * source rank, then token. The pointers are owned by the object and valid until the next dispatch or destroy. With one
  * rank nothing is copied: every token is a row, also one without experts, and x, ids and weights are the caller's own,
- * which must stay unchanged until combine. */
+ * which must stay unchanged until combine; with wire_dtype F8_E4M3 x is the object's, rounded. */
 typedef struct epmoe_dispatch_result_t {
     size_t struct_size;
     int32_t max_rows; /* bound of *num_rows */
@@ -1192,6 +1194,8 @@ typedef struct epmoe_layer_config_t {
                                      of compute capability 9.0, for weights that the kernel takes and more than a few
                                      tokens */
     float router_jitter;          /* SPARSE_MIXER; 0 = 0.01 */
+    epmoe_dtype_t wire_dtype;     /* of the routed experts' x, as in epmoe_ep_config_t, with one rank too: 0 = dtype, or
+                                     F8_E4M3. Router, shared expert and residual take x as it is */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
