@@ -15,7 +15,7 @@ static __global__ void __launch_bounds__(kMostThreads)
     code_rows_kernel(const epmoei_encode_rows_t args, T *rounded, const int32_t *num_rows_dev)
 {
     const int32_t run = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
-    const int64_t column = (int64_t)run * kCodedRun;
+    const uint32_t column = (uint32_t)run * kCodedRun;
     const int64_t blocks = (args.hidden + EPMOEI_FP8_COLUMNS - 1) / EPMOEI_FP8_COLUMNS;
     const uint32_t lanes = 0xFFu << (threadIdx.x & 24);
     epmoei_begin_dependent();
@@ -33,7 +33,7 @@ static __global__ void __launch_bounds__(kMostThreads)
             coded_store<kAligned>(rounded + i * args.hidden, column, args.hidden, words, scale);
         } else {
             float *scales = args.dst.scales + i * args.dst.scales_stride;
-            if (column < args.hidden)
+            if (column < (uint32_t)args.hidden)
                 *reinterpret_cast<uint4 *>(args.dst.codes + i * args.dst.codes_stride + column) = codes;
             if (run % kCodedLanes == 0) scales[run / kCodedLanes] = scale;
             if (run < (blocks + 3) / 4 * 4 - blocks) scales[blocks + run] = 0.0f;
@@ -45,9 +45,9 @@ static __global__ void __launch_bounds__(kMostThreads)
 template <typename T, bool kAligned>
 static __global__ void __launch_bounds__(kMostThreads) decode_rows_kernel(const epmoei_decode_rows_t args)
 {
-    const int64_t column = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kDecodedRun;
+    const uint32_t column = (blockIdx.x * blockDim.x + threadIdx.x) * kDecodedRun;
     epmoei_begin_dependent();
-    if (column >= args.hidden) return;
+    if (column >= (uint32_t)args.hidden) return;
     int64_t num_rows = args.num_rows, gap_at = args.gap_at, gap = args.gap;
     if (args.num_rows_dev) num_rows = epmoei_device_tokens(args.num_rows_dev, (int32_t)num_rows);
     if (args.gap_dev) gap_at = args.gap_dev[0], gap = args.gap_dev[1];

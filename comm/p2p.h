@@ -7,7 +7,9 @@
  *             the epoch (the header)
  *   send      waits for the headers of all ranks, after which every rank knows where every row lies at every rank;
  *             stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at every
- *             rank when its rows are; the last block to end waits for those of all blocks of all ranks
+ *             rank when its rows are; the last block to end waits for those of all blocks of all ranks.
+ *             In FP8 rows are coded as they are read; those of the own rank are decoded at once
+ *   decode    in FP8: the rows of the other ranks into x (comm/ep_wire.h)
  *   combine   raises partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of
  *             its own tokens from where they were made and sums them
  *
@@ -48,7 +50,8 @@ typedef struct epmoei_p2p_window_t {
     uint32_t *partials_ready; /* [R] by the rank whose partial rows they are */
     int32_t *ids;             /* [max_rows,k] */
     float *weights;           /* [max_rows,k] */
-    char *x;                  /* [max_rows] of row_bytes */
+    char *x;                  /* [max_rows] of row_bytes, in FP8 the codes alone, codes_bytes a row */
+    float *scales;            /* in FP8 [max_rows,scales_stride] */
     char *y;                  /* [max_rows] partial rows */
     int64_t capacity;         /* max_rows */
 } epmoei_p2p_window_t;
@@ -62,6 +65,7 @@ typedef struct epmoei_p2p_state_t {
     uint32_t epoch;                     /* of the last dispatch that ended */
     uint32_t route_blocks, send_blocks; /* that have ended, of the running kernel */
     int32_t num_tokens;                 /* of the last dispatch */
+    int32_t own_rows[2];                /* the first of this rank's rows here, and how many */
     int32_t counts[EPMOEI_P2P_MAX_RANKS];
 } epmoei_p2p_state_t;
 
@@ -93,8 +97,11 @@ typedef struct epmoei_p2p_args_t {
     int64_t timeout_ns;
     int32_t rank, size;
     int32_t num_experts, top_k, hidden;
-    int32_t width; /* most ranks of a token */
-    int64_t row_bytes;
+    int32_t width;     /* most ranks of a token */
+    int64_t row_bytes; /* of x */
+    int32_t coded;     /* rows travel in FP8 */
+    int64_t codes_bytes, scales_stride;
+    void *own_x;            /* in FP8 [max_rows] of row_bytes: the own rank's rows go there at once */
     uint32_t *token_ranks;  /* [max_tokens, rounded up to whole groups] bit r: the token has a row for rank r */
     int32_t *group_offsets; /* [R,groups] rows for a rank before a group */
     int64_t groups;         /* of max_tokens */

@@ -1,13 +1,11 @@
 /* Dispatch through peer memory; the protocol stands in p2p.h. Bound by the links to the other ranks: a row crosses once
  * to each rank, in pieces of 16 bytes where its length allows it, several of a thread at once.
  * With few tokens every block finds all routes by itself, and one kernel does it all. */
-#include "comm/p2p_device.cuh"
+#include "comm/p2p_rows.cuh"
 
 static constexpr int kRouteThreads = 256; /* and tokens of a block */
 static constexpr int kFewTokens = kP2pThreads;
 static constexpr int kFewGroups = kFewTokens / EPMOEI_P2P_GROUP;
-static constexpr int kMaxRanks = EPMOEI_P2P_MAX_RANKS;
-static constexpr int kPieces = 4; /* of a row that a thread has under way */
 
 /* --------------------------------------------------------------------------------------------------------- routes */
 
@@ -143,16 +141,6 @@ static __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __gri
 
 /* ----------------------------------------------------------------------------------------------------------- plan */
 
-/* What a block knows once the headers are there. */
-struct plan_t {
-    epmoei_p2p_window_t window[kMaxRanks];
-    int32_t counts[kMaxRanks][kMaxRanks]; /* rows by source and destination */
-    uint32_t head[kMaxRanks];             /* word 0 of each header */
-    int32_t max_rank_tokens[kMaxRanks];   /* the last word */
-    int32_t first_row[kMaxRanks];         /* of this rank's rows at each destination */
-    int32_t num_rows;                     /* that come here */
-};
-
 /* Where routes are found: global memory, or shared memory with few tokens. */
 struct routes_t {
     const uint32_t *token_ranks;
@@ -256,60 +244,25 @@ static __device__ void send_routing(const epmoei_p2p_args_t &args, const plan_t 
     }
 }
 
-/* Some pieces of a row in registers, spread over the team. */
-template <typename V> struct pieces_t {
-    V piece[kPieces];
-};
-
-template <typename V>
-static __device__ __forceinline__ void load_pieces(const epmoei_p2p_args_t &args, int64_t token, int64_t first,
-                                                   int32_t team, pieces_t<V> *loaded)
-{
-    const int64_t pieces = args.row_bytes / (int64_t)sizeof(V);
-    const V *from = static_cast<const V *>(args.x) + token * pieces;
-#pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-        int64_t at = first + i * team + threadIdx.x % team;
-        if (at < pieces) loaded->piece[i] = from[at];
-    }
-}
-
-template <typename V>
-static __device__ __forceinline__ void store_pieces(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t ranks,
-                                                    int32_t row, int64_t first, int32_t team, const pieces_t<V> &loaded)
-{
-    const int64_t pieces = args.row_bytes / (int64_t)sizeof(V);
-    for (uint32_t left = ranks; left; left &= left - 1) {
-        int32_t r = __ffs((int)left) - 1;
-        int64_t to = __shfl_sync(kP2pAll, row, r);
-        V *dst = reinterpret_cast<V *>(plan->window[r].x) + to * pieces;
-#pragma unroll
-        for (int i = 0; i < kPieces; i++) {
-            int64_t at = first + i * team + threadIdx.x % team;
-            if (at < pieces) dst[at] = loaded.piece[i];
-        }
-    }
-}
-
 /* The rows of this block, and at its end the flags that say so. `loaded` has the first pieces of its teams' first rows
  * already. */
-template <typename V>
+template <typename Pieces>
 static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *plan, const routes_t &routes,
-                                 uint32_t epoch, int32_t num_tokens, int32_t team, pieces_t<V> loaded)
+                                 uint32_t epoch, int32_t num_tokens, team_t team, Pieces loaded)
 {
-    const int64_t pieces = args.row_bytes / (int64_t)sizeof(V);
-    const int32_t teams = kP2pThreads / team;
+    const typename Pieces::index_t pieces = Pieces::of_row(args), step = Pieces::of_team(team);
+    const uint32_t teams = kP2pThreads / team.threads;
     bool is_loaded = true;
-    for (int64_t token = (int64_t)blockIdx.x * teams + threadIdx.x / team; token < num_tokens;
-         token += (int64_t)gridDim.x * teams) {
+    for (uint32_t token = blockIdx.x * teams + threadIdx.x / team.threads; token < (uint32_t)num_tokens;
+         token += gridDim.x * teams) {
         uint32_t ranks;
         int32_t row = find_rows(plan, routes, token, &ranks);
-        for (int64_t first = 0; first < pieces; first += kPieces * team) {
-            if (!is_loaded) load_pieces<V>(args, token, first, team, &loaded);
-            store_pieces<V>(args, plan, ranks, row, first, team, loaded);
+        for (typename Pieces::index_t first = 0; first < pieces; first += step) {
+            if (!is_loaded) loaded.load(args, token, first, team);
+            loaded.store(args, plan, ranks, row, first, team);
             is_loaded = false;
         }
-        if (threadIdx.x % team < kP2pWarp) send_routing(args, plan, token, ranks, row);
+        if (threadIdx.x % team.threads < kP2pWarp) send_routing(args, plan, token, ranks, row);
     }
     __syncthreads();
     if (threadIdx.x < args.size)
@@ -333,32 +286,34 @@ static __device__ void finish_send(const epmoei_p2p_args_t &args, const plan_t *
     if (threadIdx.x != 0) return;
     *args.num_rows = there ? plan->num_rows : 0;
     args.state->num_tokens = num_tokens;
+    args.state->own_rows[0] = plan->first_row[args.rank];
+    args.state->own_rows[1] = there ? plan->counts[args.rank][args.rank] : 0;
     args.state->send_blocks = 0;
     args.state->epoch = epoch;
 }
 
 /* The second half of dispatch, from the wait for the headers on. */
-template <typename V>
+template <typename Pieces>
 static __device__ void send(const epmoei_p2p_args_t &args, plan_t *plan, const routes_t &routes, uint32_t epoch,
-                            int32_t num_tokens, int32_t team)
+                            int32_t num_tokens, team_t team)
 {
     __shared__ bool is_last;
-    pieces_t<V> loaded;
-    const int64_t token = (int64_t)blockIdx.x * (kP2pThreads / team) + threadIdx.x / team;
-    if (token < num_tokens) load_pieces<V>(args, token, 0, team, &loaded);
+    Pieces loaded;
+    const int64_t token = (int64_t)blockIdx.x * (kP2pThreads / team.threads) + threadIdx.x / team.threads;
+    if (token < num_tokens) loaded.load(args, token, 0, team);
     if (!wait_for_headers(args, epoch, plan) || !judge_headers(args, epoch, plan)) {
         if (threadIdx.x == 0) *args.num_rows = 0;
         return;
     }
-    send_rows<V>(args, plan, routes, epoch, num_tokens, team, loaded);
+    send_rows<Pieces>(args, plan, routes, epoch, num_tokens, team, loaded);
     if (threadIdx.x == 0) is_last = atomicAdd(&args.state->send_blocks, 1u) == gridDim.x - 1;
     __syncthreads();
     if (is_last) finish_send(args, plan, epoch, num_tokens);
 }
 
-template <typename V>
+template <typename Pieces>
 static __global__ void __launch_bounds__(kP2pThreads, 2)
-    send_kernel(const __grid_constant__ epmoei_p2p_args_t args, int32_t team)
+    send_kernel(const __grid_constant__ epmoei_p2p_args_t args, team_t team)
 {
     __shared__ plan_t plan;
     epmoei_begin_dependent();
@@ -370,13 +325,13 @@ static __global__ void __launch_bounds__(kP2pThreads, 2)
         return;
     }
     const routes_t routes = {args.token_ranks, args.group_offsets, args.groups};
-    send<V>(args, &plan, routes, epoch, num_tokens, team);
+    send<Pieces>(args, &plan, routes, epoch, num_tokens, team);
 }
 
 /* A thread for every token: all routes, in every block. */
-template <typename V>
+template <typename Pieces>
 static __global__ void __launch_bounds__(kP2pThreads, 2)
-    few_kernel(const __grid_constant__ epmoei_p2p_args_t args, int32_t team)
+    few_kernel(const __grid_constant__ epmoei_p2p_args_t args, team_t team)
 {
     __shared__ plan_t plan;
     __shared__ uint32_t token_ranks[kFewTokens];
@@ -410,46 +365,57 @@ static __global__ void __launch_bounds__(kP2pThreads, 2)
         if (bad && t < num_tokens) epmoei_count_bad(args.error_word, bad);
     }
     const routes_t routes = {token_ranks, group_offsets, kFewGroups};
-    send<V>(args, &plan, routes, epoch, num_tokens, team);
+    send<Pieces>(args, &plan, routes, epoch, num_tokens, team);
 }
 
 /* ----------------------------------------------------------------------------------------------------- launchers */
 
-/* How the rows of a kernel are dealt to blocks: `team` threads take one at a time. */
+/* How the rows of a kernel are dealt to blocks: a team takes one at a time. */
 struct shape_t {
-    int32_t blocks, team;
+    int32_t blocks;
+    team_t team;
 };
 
-/* With few rows a whole block for one, never more threads than pieces. */
-static shape_t shape_of(int64_t num_rows, int64_t max_blocks, int64_t pieces)
+/* With few rows a whole block for one, never more threads than pieces; with many no fewer than `least`, a team of
+ * which has all of a row under way. */
+static shape_t shape_of(int64_t num_rows, int64_t max_blocks, int64_t pieces, int64_t least)
 {
-    int64_t team = kP2pThreads;
-    while (team > 128 && num_rows * team > max_blocks * kP2pThreads) team /= 2;
-    while (team > kP2pWarp && team / 2 >= pieces) team /= 2;
-    int64_t blocks = epmoei_ceil_div(num_rows, kP2pThreads / team);
-    return {(int32_t)epmoei_max64(1, epmoei_min64(max_blocks, blocks)), (int32_t)team};
+    int64_t threads = kP2pThreads;
+    while (threads > least && num_rows * threads > max_blocks * kP2pThreads) threads /= 2;
+    while (threads > kP2pWarp && threads / 2 >= pieces) threads /= 2;
+    int64_t blocks = epmoei_ceil_div(num_rows, kP2pThreads / threads);
+    return {(int32_t)epmoei_max64(1, epmoei_min64(max_blocks, blocks)), {(int32_t)threads, threads == least}};
 }
 
-template <typename V> static epmoe_status_t dispatch(epmoei_p2p_args_t args, epmoe_stream_t stream)
+template <typename Pieces> static epmoe_status_t dispatch(epmoei_p2p_args_t args, epmoe_stream_t stream)
 {
-    const shape_t shape = shape_of(args.num_tokens, args.max_blocks, args.row_bytes / (int64_t)sizeof(V));
+    const shape_t shape = shape_of(args.num_tokens, args.max_blocks, Pieces::threads_of_row(args), Pieces::least(args));
     args.send_blocks = shape.blocks;
     const dim3 blocks((unsigned)shape.blocks), threads(kP2pThreads);
     if (args.num_tokens <= kFewTokens)
-        return epmoei_cuda_status(epmoei_launch_dependent(few_kernel<V>, blocks, threads, 0, stream, args, shape.team),
-                                  "few_kernel");
+        return epmoei_cuda_status(
+            epmoei_launch_dependent(few_kernel<Pieces>, blocks, threads, 0, stream, args, shape.team), "few_kernel");
     int64_t route_blocks = args.reuse_routing ? 1 : epmoei_ceil_div(args.num_tokens, kRouteThreads);
     EPMOEI_CHECK(epmoei_cuda_status(
         epmoei_launch_dependent(route_kernel, dim3((unsigned)route_blocks), dim3(kRouteThreads), 0, stream, args),
         "route_kernel"));
-    return epmoei_cuda_status(epmoei_launch_dependent(send_kernel<V>, blocks, threads, 0, stream, args, shape.team),
-                              "send_kernel");
+    return epmoei_cuda_status(
+        epmoei_launch_dependent(send_kernel<Pieces>, blocks, threads, 0, stream, args, shape.team), "send_kernel");
+}
+
+template <typename T> static epmoe_status_t dispatch_coded(const epmoei_p2p_args_t *args, epmoe_stream_t stream)
+{
+    return args->hidden % 8 == 0 ? dispatch<coded_pieces_t<T, true>>(*args, stream)
+                                 : dispatch<coded_pieces_t<T, false>>(*args, stream);
 }
 
 extern "C" epmoe_status_t epmoei_p2p_dispatch_sm80(const epmoei_p2p_args_t *args, epmoe_stream_t stream)
 {
-    if (args->row_bytes % 16 == 0) return dispatch<uint4>(*args, stream);
-    if (args->row_bytes % 8 == 0) return dispatch<uint2>(*args, stream);
-    if (args->row_bytes % 4 == 0) return dispatch<uint32_t>(*args, stream);
-    return dispatch<uint16_t>(*args, stream);
+    if (args->coded && args->dtype == EPMOE_BF16) return dispatch_coded<__nv_bfloat16>(args, stream);
+    if (args->coded && args->dtype == EPMOE_F16) return dispatch_coded<__half>(args, stream);
+    if (args->coded) return dispatch_coded<float>(args, stream);
+    if (args->row_bytes % 16 == 0) return dispatch<plain_pieces_t<uint4>>(*args, stream);
+    if (args->row_bytes % 8 == 0) return dispatch<plain_pieces_t<uint2>>(*args, stream);
+    if (args->row_bytes % 4 == 0) return dispatch<plain_pieces_t<uint32_t>>(*args, stream);
+    return dispatch<plain_pieces_t<uint16_t>>(*args, stream);
 }

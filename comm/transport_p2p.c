@@ -2,6 +2,7 @@
  * Nothing is planned here and nothing is waited for, so that all of it can be captured in a graph. */
 #include "base/device.h"
 #include "base/dtype.h"
+#include "comm/ep_wire.h"
 #include "comm/p2p_window.h"
 #include "comm/transport.h"
 
@@ -27,6 +28,7 @@ struct epmoei_p2p {
 struct epmoei_p2p_ep {
     epmoei_shared_t *shared;
     void *memory; /* device, this rank's own */
+    epmoei_p2p_window_t window;
     epmoei_p2p_args_t args;
 };
 
@@ -200,7 +202,10 @@ static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, 
     *cleared = arena.used;
     window->ids = epmoei_carve(&arena, capacity * k * 4);
     window->weights = epmoei_carve(&arena, capacity * k * 4);
-    window->x = epmoei_carve(&arena, capacity * ep->row_bytes);
+    const bool coded = epmoei_ep_is_coded(ep);
+    const int64_t codes = epmoei_coded_codes_bytes(ep->config.hidden);
+    window->x = epmoei_carve(&arena, capacity * (coded ? codes : ep->row_bytes));
+    window->scales = epmoei_carve(&arena, coded ? capacity * epmoei_coded_scales_bytes(ep->config.hidden) : 0);
     window->y = epmoei_carve(&arena, capacity * ep->partial_bytes);
     window->capacity = capacity;
     return arena.used;
@@ -218,6 +223,7 @@ static int64_t carve_own(char *base, const epmoe_ep_t *ep, epmoei_p2p_args_t *ar
     args->token_ranks = epmoei_carve(&arena, args->groups * EPMOEI_P2P_GROUP * 4);
     args->group_offsets = epmoei_carve(&arena, args->groups * size * 4);
     args->token_rows = epmoei_carve(&arena, tokens * args->width * 4);
+    args->own_x = epmoei_carve(&arena, epmoei_ep_is_coded(ep) ? ep->max_rows * ep->row_bytes : 0);
     return arena.used;
 }
 
@@ -245,6 +251,9 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     args->top_k = ep->config.top_k;
     args->hidden = ep->config.hidden;
     args->row_bytes = ep->row_bytes;
+    args->coded = epmoei_ep_is_coded(ep);
+    args->codes_bytes = epmoei_coded_codes_bytes(ep->config.hidden);
+    args->scales_stride = epmoei_coded_scales_bytes(ep->config.hidden) / 4;
     args->dtype = ep->config.dtype;
     args->partial_dtype = ep->partial_dtype;
     args->error_word = epmoei_error_word();
@@ -254,8 +263,9 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     if (args->max_blocks > EPMOEI_P2P_MAX_BLOCKS) args->max_blocks = EPMOEI_P2P_MAX_BLOCKS;
 
     const epmoei_p2p_window_t *own = &windows[ep->rank];
+    ep->p2p->window = *own;
     ep->num_rows = ep->max_rows;
-    ep->x = own->x;
+    ep->x = args->coded ? args->own_x : own->x;
     ep->ids = own->ids;
     ep->weights = own->weights;
     ep->buffers.y = own->y;
@@ -284,6 +294,23 @@ static epmoe_status_t ep_create(epmoe_ep_t *ep)
     return epmoei_comm_agree_on(ep->comm, "dispatch object (p2p filled)", fill_own(ep), NULL, 0);
 }
 
+/* The rows of the other ranks, where they came in FP8. */
+static epmoe_status_t decode(const epmoe_ep_t *ep, epmoe_stream_t stream)
+{
+    const epmoei_p2p_args_t *args = &ep->p2p->args;
+    if (!args->coded) return EPMOE_OK;
+    const epmoei_decode_rows_t rows = {
+        .dst = args->own_x,
+        .dtype = args->dtype,
+        .hidden = args->hidden,
+        .src = {(uint8_t *)ep->p2p->window.x, ep->p2p->window.scales, args->codes_bytes, args->scales_stride},
+        .num_rows = ep->num_rows,
+        .num_rows_dev = args->num_rows,
+        .gap_dev = args->state->own_rows,
+    };
+    return epmoei_decode_rows(EPMOE_BACKEND_CUDA, &rows, stream);
+}
+
 static epmoe_status_t dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
                                epmoe_stream_t stream)
 {
@@ -302,6 +329,7 @@ static epmoe_status_t dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args
     if (own.max_rank_tokens)
         ep->num_rows = (int32_t)epmoei_min64(ep->max_rows, (int64_t)ep->size * own.max_rank_tokens);
     epmoe_status_t status = epmoei_p2p_dispatch_sm80(&own, stream);
+    if (status == EPMOE_OK) status = decode(ep, stream);
     if (status != EPMOE_OK) return epmoei_comm_fail(ep->comm, status);
     return local;
 }

@@ -17,8 +17,8 @@ template <typename T, int kCount> struct alignas(16) coded_run_t {
 /* Columns [column, column + kCodedRun) of a row; 0 past its end. kAligned: hidden is a multiple of 8, and rows begin at
  * multiples of 16 bytes. */
 template <bool kAligned, typename T>
-static __device__ __forceinline__ void coded_load(coded_run_t<T, kCodedRun> *run, const T *row, int64_t column,
-                                                  int32_t hidden)
+static __device__ __forceinline__ void coded_load(coded_run_t<T, kCodedRun> *run, const T *row, uint32_t column,
+                                                  uint32_t hidden)
 {
     if constexpr (kAligned) {
         constexpr int kPart = 16 / (int)sizeof(T);
@@ -74,7 +74,7 @@ template <typename T> static __device__ __forceinline__ void coded_decode_word(T
 
 /* Columns [column, column + 4*kWords) of a row of x, as their codes and the scale say. */
 template <bool kAligned, int kWords, typename T>
-static __device__ __forceinline__ void coded_store(T *row, int64_t column, int32_t hidden,
+static __device__ __forceinline__ void coded_store(T *row, uint32_t column, uint32_t hidden,
                                                    const uint32_t (&words)[kWords], float scale)
 {
     coded_run_t<T, 4 * kWords> run;
