@@ -1,5 +1,7 @@
 #include "tests/exchange_case.h"
 
+#include "tests/e4m3_oracle.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +25,18 @@ exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size
     return c;
 }
 
+exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size)
+{
+    static const int32_t widths[] = {64, 128, 200, 7168, 136, 1, 127, 4096, 2880, 129, 9000, 513};
+    exchange_case_t c = exchange_random_case(rng, i, size);
+    c.hidden = widths[i % 12];
+    c.wire = EPMOE_F8_E4M3;
+    c.dtype = (epmoe_dtype_t[]){EPMOE_BF16, EPMOE_F32, EPMOE_F16}[(i + i / 12) % 3];
+    for (int32_t r = 0; r < 8; r++)
+        if (c.hidden > 1000 && c.tokens[r] > 9) c.tokens[r] = 9;
+    return c;
+}
+
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed)
 {
     return (exchange_case_t){.size = size,
@@ -34,6 +48,27 @@ exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype
                              .seed = seed,
                              .identity = true,
                              .plain = true};
+}
+
+/* The codes are those of the op; what they mean comes from E4M3's definition. */
+static void *arrive(const exchange_case_t *c, const void *x, int32_t num_tokens)
+{
+    int64_t blocks = (c->hidden + 127) / 128, elements = (int64_t)num_tokens * c->hidden;
+    uint8_t *codes = allocate(elements);
+    float *scales = allocate(num_tokens * blocks * 4);
+    void *arrived = allocate(elements * epmoe_dtype_size(c->dtype));
+    epmoe_quantize_fp8_args_t args = EPMOE_QUANTIZE_FP8_ARGS_INIT;
+    args.backend = EPMOE_BACKEND_CPU;
+    args.num_tokens = num_tokens, args.hidden = c->hidden, args.dtype = c->dtype;
+    args.granularity = EPMOE_GRANULARITY_BLOCK128;
+    args.x = x, args.q = codes, args.scale = scales;
+    if (epmoe_quantize_fp8(&args, NULL)) abort();
+    for (int64_t i = 0; i < elements; i++) {
+        double scale = (double)scales[i / c->hidden * blocks + i % c->hidden / 128];
+        epmoei_store(arrived, c->dtype, i, (float)(e4m3_value(codes[i]) * scale));
+    }
+    free(codes), free(scales);
+    return arrived;
 }
 
 exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
@@ -52,6 +87,7 @@ exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
         for (int64_t i = 0; i < elements; i++) epmoei_store(inputs.x, c->dtype, i, (float)testing_range(&rng, -31, 31));
     else
         testing_fill_normal(&rng, inputs.x, c->dtype, elements, 1.0f);
+    inputs.arrived = c->wire ? arrive(c, inputs.x, num_tokens) : inputs.x;
     for (int64_t i = 0; i < slots; i++) {
         bool unused = !c->plain && testing_range(&rng, 0, 5) == 0;
         inputs.ids[i] = unused ? -1 : testing_range(&rng, c->first_id, last_id);
@@ -68,6 +104,7 @@ exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
 
 void exchange_inputs_free(exchange_inputs_t *inputs)
 {
+    if (inputs->arrived != inputs->x) free(inputs->arrived);
     free(inputs->x);
     free(inputs->ids);
     free(inputs->weights);
@@ -83,6 +120,7 @@ epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank)
     config.hidden = c->hidden;
     config.max_tokens = c->tokens[rank % 8] + rank % 3;
     config.dtype = c->dtype;
+    config.wire_dtype = c->wire;
     return config;
 }
 
@@ -121,7 +159,7 @@ static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_
 {
     for (int64_t i = 0; i < c->hidden; i++) {
         float is = epmoei_load(rows->x, c->dtype, row * c->hidden + i);
-        float due = epmoei_load(from->x, c->dtype, t * c->hidden + i);
+        float due = epmoei_load(from->arrived, c->dtype, t * c->hidden + i);
         if (!memcmp(&is, &due, sizeof is)) continue;
         fprintf(stderr, "rank %d: x[%lld,%lld] is %.9g, expected %.9g\n", rank, (long long)row, (long long)i,
                 (double)is, (double)due);
@@ -176,7 +214,7 @@ int32_t exchange_check_output(const exchange_case_t *c, int32_t rank, const exch
 {
     const double part = c->dtype == EPMOE_F32 ? 0x1p-18 : c->dtype == EPMOE_F16 ? 0x1p-10 : 1.02 * 0x1p-7;
     for (int64_t i = 0; i < (int64_t)inputs->num_tokens * c->hidden; i++) {
-        double scale = 0, scale_size = 0, x = (double)epmoei_load(inputs->x, c->dtype, i);
+        double scale = 0, scale_size = 0, x = (double)epmoei_load(inputs->arrived, c->dtype, i);
         for (int64_t j = i / c->hidden * c->top_k; j < (i / c->hidden + 1) * c->top_k; j++) {
             if (inputs->ids[j] < 0) continue;
             double term = (double)inputs->weights[j] * factor(c, inputs->ids[j]);

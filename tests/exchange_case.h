@@ -11,6 +11,7 @@ typedef struct exchange_case_t {
     epmoe_dtype_t dtype;
     int32_t tokens[8]; /* per rank; of rank r: tokens[r % 8] */
     uint64_t seed;
+    epmoe_dtype_t wire; /* 0 = dtype */
     bool identity; /* experts return x, x is small integers, k a power of 2, weights are 1/k: y must be x exactly */
     bool plain;    /* no slot is -1, no shared expert's rows, no residual */
     int32_t first_id, last_id; /* ids are drawn from these; last_id 0 = all experts */
@@ -19,6 +20,7 @@ typedef struct exchange_case_t {
 typedef struct exchange_inputs_t {
     int32_t num_tokens;
     void *x;
+    void *arrived; /* x as the experts get it: x itself but for FP8 on the wire */
     int32_t *ids;
     float *weights;
     float *shared;  /* NULL with plain */
@@ -27,6 +29,8 @@ typedef struct exchange_inputs_t {
 
 /* Case i of a list: counts of experts that ranks share unequally or that leave some without, any width. */
 exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size);
+/* The same with FP8 on the wire, at widths around the 128 columns of a scale. */
+exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* An identity case with very different token counts. */
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed);
 

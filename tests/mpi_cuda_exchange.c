@@ -59,6 +59,22 @@ static void random_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t
     }
 }
 
+static void coded_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t seed)
+{
+    testing_rng_t rng = testing_rng(seed);
+    for (int32_t i = 0; i < 24; i++) {
+        exchange_case_t c = exchange_coded_case(&rng, i, size);
+        run_case(&c, comms, num_comms, 3);
+    }
+    /* More than a kernel for few tokens takes. */
+    for (int32_t i = 0; i < 4; i++) {
+        exchange_case_t c = exchange_coded_case(&rng, i, size);
+        c.dtype = EPMOE_BF16;
+        for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(&rng, 500, 900);
+        run_case(&c, comms, num_comms, 2);
+    }
+}
+
 /* Identity experts give x back exactly, at widths of real models and around the sizes of vectors. */
 static void identity_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t seed)
 {
@@ -95,6 +111,7 @@ static void cases(uint64_t seed, int argc, char **transports)
     for (; num <= argc && num < MAX_COMMS; num++)
         comms[num] = exchange_comm(CUDA, exchange_transport(transports[num - 1]), 0);
     random_cases(comms, num, seed);
+    coded_cases(comms, num, seed);
     identity_cases(comms, num, seed);
     empty_cases(comms, num, seed);
     for (int32_t i = 0; i < num; i++) epmoe_comm_destroy(comms[i]);

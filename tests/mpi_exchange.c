@@ -81,6 +81,34 @@ static void run_case(epmoe_comm_t *comm, const exchange_case_t *c, int32_t round
     epmoe_ep_destroy(ep);
 }
 
+/* With one expert per token nothing is summed: y over all ranks has the bits of this rank alone, wherever a token's
+ * expert lives. */
+static void coded_alone(epmoe_comm_t *comm, testing_rng_t *rng, int32_t i)
+{
+    epmoe_comm_t *local = NULL;
+    epmoe_ep_t *ep[2] = {NULL};
+    exchange_case_t c = exchange_coded_case(rng, i, size);
+    c.top_k = 1;
+    c.plain = c.dtype == EPMOE_BF16; /* whose partial rows are rounded before anything is added */
+    exchange_case_t alone = c;
+    alone.size = 1;
+    alone.seed += (uint64_t)rank * 7919;
+    alone.tokens[0] = c.tokens[rank % 8];
+    size_t bytes = (size_t)alone.tokens[0] * (size_t)c.hidden * (size_t)epmoe_dtype_size(c.dtype);
+    char *y = malloc(2 * bytes + 1);
+    exchange_expect(y != NULL, "memory");
+    epmoe_ep_config_t config[2] = {exchange_config(&c, rank), exchange_config(&alone, 0)};
+    exchange_must(epmoe_comm_create(NULL, NULL, &local));
+    exchange_must(epmoe_ep_create(comm, &config[0], &ep[0]));
+    exchange_must(epmoe_ep_create(local, &config[1], &ep[1]));
+    exchange_expect(exchange_round(&c, rank, ep[0], 0, y) == 0, "a dispatch or combine in FP8");
+    exchange_expect(exchange_round(&alone, 0, ep[1], 0, y + bytes) == 0, "a dispatch or combine in FP8, alone");
+    exchange_expect(!memcmp(y, y + bytes, bytes), "y is the same as alone");
+    for (int32_t r = 0; r < 2; r++) epmoe_ep_destroy(ep[r]);
+    epmoe_comm_destroy(local);
+    free(y);
+}
+
 static void cases(uint64_t seed)
 {
     testing_rng_t rng = testing_rng(seed);
@@ -88,6 +116,11 @@ static void cases(uint64_t seed)
     for (int32_t i = 0; i < 12; i++) {
         exchange_case_t c = exchange_random_case(&rng, i, size);
         run_case(comm, &c, 3);
+    }
+    for (int32_t i = 0; i < 24; i++) {
+        exchange_case_t c = exchange_coded_case(&rng, i, size);
+        run_case(comm, &c, 2);
+        coded_alone(comm, &rng, i);
     }
     static const int32_t widths[] = {96, 1440, 2880, 7168};
     for (int32_t i = 0; i < 4; i++) {

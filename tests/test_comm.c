@@ -273,9 +273,17 @@ Test(comm, buffer_size)
     cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 2000, &more), EPMOE_OK);
     /* A received row takes x, ids, weights and a bf16 partial row: 20 + 8 + 8 + 20 bytes. */
     cr_assert_leq(llabs(more - bytes - 56000), 4 * 256);
+    /* In FP8 also 16 bytes of codes and 16 of scales; with one rank x alone. */
+    config.wire_dtype = EPMOE_F8_E4M3;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 1000, &bytes), EPMOE_OK);
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 2000, &more), EPMOE_OK);
+    cr_assert_leq(llabs(more - bytes - 88000), 5 * 256);
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 1, 3, &bytes), EPMOE_OK);
+    cr_assert_eq(bytes, 768);
     bytes = 5;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 0, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
-    config.wire_dtype = EPMOE_F8_E4M3;
-    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_NOT_SUPPORTED);
+    config.wire_dtype = EPMOE_F16;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "wire_dtype is f16"), "%s", epmoe_last_error());
     cr_assert_eq(bytes, 5);
 }

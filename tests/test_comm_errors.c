@@ -225,10 +225,11 @@ static void create_objects(void *ctx, epmoe_bootstrap_t bootstrap)
         case 5: config.num_experts = 4097; break;
         case 6: config.top_k = 33; break;
         case 7: config.dtype = EPMOE_DTYPE_NONE; break;
-        case 8: config.wire_dtype = EPMOE_F8_E4M3; break;
+        case 8: config.wire_dtype = EPMOE_F8_E8M0; break;
         case 9: config.max_tokens = -1; break;
         case 10: config.max_tokens = INT32_MAX; break;
         case 11: config.capacity = -1; break;
+        case 12: config.wire_dtype = EPMOE_F8_E4M3; break;
         default: config.struct_size = 0; break;
         }
     note(scene, bootstrap.rank, epmoe_ep_create(comm, &config, &ep));
@@ -247,15 +248,16 @@ Test(comm_errors, configs_differ_or_are_bad)
         "top_k is 3 on rank 0 and 2 on rank 3",
         "dtype is 1 on rank 0 and 2 on rank 3",
     };
-    for (int32_t variant = 0; variant <= 12; variant++) {
+    for (int32_t variant = 0; variant <= 13; variant++) {
         scene_t scene = small_scene(4);
         scene.variant = variant;
         play(&scene, create_objects, 0);
         if (variant < 4)
             expect(&scene, -1, EPMOE_OK, EPMOE_ERROR_MISMATCH, mismatch[variant]);
+        else if (variant == 12)
+            expect(&scene, -1, EPMOE_OK, EPMOE_ERROR_MISMATCH, "wire_dtype is");
         else
-            expect(&scene, 3, variant == 8 ? EPMOE_ERROR_NOT_SUPPORTED : EPMOE_ERROR_INVALID_ARGUMENT, EPMOE_ERROR_PEER,
-                   "rank 3 failed");
+            expect(&scene, 3, EPMOE_ERROR_INVALID_ARGUMENT, EPMOE_ERROR_PEER, "rank 3 failed");
     }
 }
 
