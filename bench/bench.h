@@ -48,6 +48,20 @@ static inline const char *bench_dtype_name(const bench_t *bench)
     return dtype == EPMOE_F32 ? "fp32" : dtype == EPMOE_F16 ? "fp16" : "bf16";
 }
 
+/* Bytes of a row of x on its way to another rank. */
+static inline double bench_wire_row(const epmoe_layer_config_t *config)
+{
+    double d = config->hidden;
+    return config->wire_dtype == EPMOE_F8_E4M3 ? d + 4.0 * ((config->hidden + 127) / 128)
+                                               : d * epmoe_dtype_size(config->dtype);
+}
+
+/* As --wire spells it. */
+static inline const char *bench_wire_name(const bench_t *bench)
+{
+    return bench->options->wire_dtype == EPMOE_F8_E4M3 ? "fp8" : "dtype";
+}
+
 /* What one rank has of a case. */
 typedef struct bench_case_t {
     int32_t *tokens; /* [size] */

@@ -122,14 +122,15 @@ static void print(const exchange_t *exchange, epmoe_comm_t *comm, const double *
     }
     if (bench->program->rank) return;
     if (bench->options->json)
-        printf("{\"op\": \"exchange\", \"model\": \"%s\", \"dtype\": \"%s\", \"ranks\": %d, \"ranks_per_device\": %d, "
+        printf("{\"op\": \"exchange\", \"model\": \"%s\", \"dtype\": \"%s\", \"wire\": \"%s\", \"ranks\": %d, "
+               "\"ranks_per_device\": %d, "
                "\"transport\": \"%s\", \"comm_sms\": %d, \"tokens_per_rank\": %d, \"dispatch_us\": %.3f, "
                "\"combine_us\": %.3f, \"dispatch_wire_bytes\": %.0f, \"combine_wire_bytes\": %.0f, "
                "\"dispatch_gbps\": %.3f, \"combine_gbps\": %.3f, \"dispatch_gbps_logical\": %.3f, "
                "\"combine_gbps_logical\": %.3f, \"wrong\": %lld}\n",
-               bench->model, bench_dtype_name(bench), bench->program->size, epmoe_comm_ranks_per_device(comm),
-               transport, bench->options->comm_sms, exchange->num_tokens, us[0], us[1], exchange->wire[0],
-               exchange->wire[1], rate[0], rate[1], logical[0], logical[1], (long long)wrong);
+               bench->model, bench_dtype_name(bench), bench_wire_name(bench), bench->program->size,
+               epmoe_comm_ranks_per_device(comm), transport, bench->options->comm_sms, exchange->num_tokens, us[0],
+               us[1], exchange->wire[0], exchange->wire[1], rate[0], rate[1], logical[0], logical[1], (long long)wrong);
     else
         printf("%9s %8d %11.2f %11.2f %10.3f %10.3f %9.1f %9.1f %9.1f %9.1f %6lld\n", transport, exchange->num_tokens,
                us[0], us[1], exchange->wire[0] * 1e-6, exchange->wire[1] * 1e-6, rate[0], rate[1], logical[0],
@@ -151,6 +152,7 @@ static epmoe_status_t run_transport(exchange_t *exchange, epmoe_comm_t *comm, in
     ep.hidden = config->hidden;
     ep.max_tokens = exchange->num_tokens;
     ep.dtype = config->dtype;
+    ep.wire_dtype = config->wire_dtype;
     ep.comm_sms = bench->options->comm_sms;
     EPMOEI_CHECK(epmoe_ep_create(comm, &ep, &chain.ep));
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, run_checked(&chain, &wrong)), done);
@@ -187,8 +189,7 @@ static epmoe_status_t count_bytes(exchange_t *exchange)
             away += there && r != bench->program->rank;
         }
     }
-    double row = (double)config->hidden * epmoe_dtype_size(config->dtype);
-    double partial = config->dtype == EPMOE_BF16 ? row : 4.0 * config->hidden;
+    double row = bench_wire_row(config), partial = (config->dtype == EPMOE_BF16 ? 2.0 : 4.0) * config->hidden;
     double bytes[4] = {away * (row + 8 * k), away * partial, all * (row + 8 * k), all * partial};
     EPMOEI_CHECK(bench_max(bench->program->comm, bytes, 4));
     memcpy(exchange->wire, bytes, sizeof exchange->wire);
@@ -266,8 +267,8 @@ static void print_head(const bench_t *bench)
 {
     report_op_header(bench);
     if (bench->program->rank || bench->options->json) return;
-    printf("%d ranks; us of one exchange of %d in a chain, the slowest rank's median; x in the caches\n",
-           bench->program->size, CHAIN);
+    printf("%d ranks; us of one exchange of %d in a chain, the slowest rank's median; x in the caches%s\n",
+           bench->program->size, CHAIN, bench->options->wire_dtype ? ", on the wire in FP8" : "");
     printf("%9s %8s %11s %11s %10s %10s %9s %9s %9s %9s %6s\n", "transport", "tokens", "dispatch us", "combine us",
            "MB out", "MB home", "GB/s out", "GB/s home", "logical", "logical", "wrong");
 }

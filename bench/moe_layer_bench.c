@@ -101,6 +101,7 @@ static epmoe_status_t configure(bench_t *bench)
     config->dtype = options->dtype;
     if (!options->checkpoint) config->weight_format = options->weight_format;
     config->fp8_activations = options->fp8_activations;
+    config->wire_dtype = options->wire_dtype;
     config->capacity = options->capacity;
     config->max_tokens = 1;
     for (int32_t i = 0; i < options->num_cases; i++) {

@@ -25,6 +25,7 @@ enum {
     OPT_CONTEXT,
     OPT_CHECK,
     OPT_ACT,
+    OPT_WIRE,
     OPT_FORMAT,
     OPT_SEED,
     OPT_TIMEOUT,
@@ -54,6 +55,7 @@ static const struct option k_options[] = {
     {"context", required_argument, NULL, OPT_CONTEXT},
     {"check", optional_argument, NULL, OPT_CHECK},
     {"act", required_argument, NULL, OPT_ACT},
+    {"wire", required_argument, NULL, OPT_WIRE},
     {"format", required_argument, NULL, OPT_FORMAT},
     {"seed", required_argument, NULL, OPT_SEED},
     {"timeout", required_argument, NULL, OPT_TIMEOUT},
@@ -81,6 +83,8 @@ static const char k_help[] =
     "  --capacity N             most rows a rank accepts; default the worst case\n"
     "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
     "  --act A                  of fp8 weights: fp8 = activations are quantised too, none; default what is faster\n"
+    "  --wire W                 fp8 = rows go to the experts quantised, with one rank too; dtype (default) = as they "
+    "are\n"
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
@@ -304,6 +308,10 @@ static const char *parse_option(options_t *options, int option, const char *text
         if (strcmp(text, "fp8") && strcmp(text, "none")) return "fp8 or none";
         options->fp8_activations = strcmp(text, "fp8") ? -1 : 1;
         break;
+    case OPT_WIRE:
+        if (strcmp(text, "fp8") && strcmp(text, "dtype")) return "fp8 or dtype";
+        options->wire_dtype = strcmp(text, "fp8") ? EPMOE_DTYPE_NONE : EPMOE_F8_E4M3;
+        break;
     case OPT_OP:
         options->op = text;
         return find_name(ops, text) >= 0
@@ -329,6 +337,8 @@ static const char *check_together(options_t *options)
     if (options->decoder && options->op) return "--decoder and --op exclude each other";
     if (options->context && !options->decoder) return "--context needs --decoder";
     if (options->op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
+    if (options->op && options->wire_dtype && strcmp(options->op, "exchange"))
+        return "--wire is for the layer and --op exchange";
     if (options->op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
     for (int32_t i = 0; i < options->num_cases && options->op; i++)
         if (!options->tokens[i]) return "--op needs at least one token";

@@ -24,6 +24,7 @@ typedef struct options_t {
     epmoe_dtype_t dtype;
     epmoe_format_t weight_format; /* of random weights; NONE: that of dtype */
     int32_t fp8_activations;      /* 0: the layer chooses */
+    epmoe_dtype_t wire_dtype;     /* of the experts' x: NONE = dtype, or F8_E4M3 */
     bool decoder;
     int32_t context; /* of each sequence of a decode step; 0: prefill */
     routing_kind_t routing;

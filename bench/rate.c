@@ -137,7 +137,7 @@ static double sent_bytes(const bench_t *bench, const traffic_t *traffic, int32_t
     const epmoe_layer_config_t *config = &bench->config;
     int32_t size = bench->program->size, num_experts = config->num_experts;
     double partial = config->dtype == EPMOE_BF16 && size > 1 ? 2 : 4, bytes = 0;
-    double row = (double)config->hidden * epmoe_dtype_size(config->dtype) + 8.0 * config->top_k;
+    double row = bench_wire_row(config) + 8.0 * config->top_k;
     for (int32_t peer = 0; peer < size; peer++) {
         if (peer == r && !own) continue;
         bytes += row * (double)traffic->all[r * traffic->stride + num_experts + peer];

@@ -242,6 +242,14 @@ static epmoe_status_t quantise_rows(double *x, int64_t rows, int64_t cols, epmoe
                   : EPMOE_OK;
 }
 
+/* x as the routed experts get it with FP8 on the wire. */
+static epmoe_status_t round_rows(double *x, int64_t rows, int64_t cols, epmoe_dtype_t dtype)
+{
+    EPMOEI_CHECK(quantise_rows(x, rows, cols, dtype));
+    for (int64_t i = 0; i < rows * cols; i++) x[i] = (double)epmoei_round_to((float)x[i], dtype);
+    return EPMOE_OK;
+}
+
 epmoe_status_t reference_expert(const reference_t *reference, int32_t expert, const double *x, const double *weights,
                                 int32_t rows, double *y)
 {
@@ -249,6 +257,7 @@ epmoe_status_t reference_expert(const reference_t *reference, int32_t expert, co
     const epmoe_layer_config_t *config = reference->config;
     double *gate = NULL, *up = NULL, *codes = NULL;
     bool fp8 = expert == REFERENCE_SHARED ? reference->fp8_shared : reference->fp8_experts;
+    bool rounds = expert != REFERENCE_SHARED && config->wire_dtype == EPMOE_F8_E4M3;
     expert_t source;
     if (rows == 0) return EPMOE_OK;
     EPMOEI_CHECK(find_expert(reference, expert, &source));
@@ -256,12 +265,13 @@ epmoe_status_t reference_expert(const reference_t *reference, int32_t expert, co
     bool on_input = weights && config->weight_on_input;
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&gate, rows * f * 8, "reference rows"), done);
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&up, rows * f * 8, "reference rows"), done);
-    if (fp8) {
+    if (fp8 || rounds) {
         EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&codes, rows * d * 8, "reference rows"), done);
         memcpy(codes, x, (size_t)(rows * d * 8));
-        EPMOEI_CHECK_GOTO(quantise_rows(codes, rows, d, config->dtype), done);
+        if (rounds) EPMOEI_CHECK_GOTO(round_rows(codes, rows, d, config->dtype), done);
+        if (fp8) EPMOEI_CHECK_GOTO(quantise_rows(codes, rows, d, config->dtype), done);
     }
-    const double *seen = fp8 ? codes : x;
+    const double *seen = fp8 || rounds ? codes : x;
     if (on_input) {
         /* The product is linear: weighting the input is weighting the product before the bias. */
         double *weighted = NULL;

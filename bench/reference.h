@@ -1,5 +1,6 @@
 /* The layer in double precision, from the weights' origin (the seed or the checkpoint's files) and never from the
- * library's copies. It follows the contract without its roundings, but for FP8 activations: h stays double. */
+ * library's copies. It follows the contract without its roundings, but for those to FP8, of activations and on the
+ * wire: h stays double. */
 #ifndef EPMOE_BENCH_REFERENCE_H
 #define EPMOE_BENCH_REFERENCE_H
 

@@ -100,7 +100,7 @@ static void print_head(const bench_t *bench)
     printf("model      %s: hidden %d, intermediate %d, %d experts, top %d", bench->model, config->hidden,
            config->intermediate, config->num_experts, config->top_k);
     if (config->shared_intermediate) printf(", shared expert of %d", config->shared_intermediate);
-    printf(", %s\n", bench_dtype_name(bench));
+    printf(", %s%s\n", bench_dtype_name(bench), bench->options->wire_dtype ? ", x to the experts in fp8" : "");
     if (bench->run.decoder) print_attention(bench);
     printf("ranks      %d on %d machine%s, %d thread%s in rank 0, backend %s (%s), transport %s\n", size,
            ceilings->num_machines, ceilings->num_machines == 1 ? "" : "s", program->num_threads,

@@ -1,8 +1,12 @@
 /* Transport p2p, beyond what all transports have in common (mpi_cuda_exchange), started by test_mpi_cuda.c under
- * mpirun: mpi_cuda_p2p rounds SEED N    N exchanges on one object, the numbers of tokens change; every tenth has the
- * CPU's bits mpi_cuda_p2p graph SEED N     N replays of a graph with two dispatches in flight, other routing and T each
- * time mpi_cuda_p2p errors           what one rank does wrong, and too many rows, reach all mpi_cuda_p2p calls what is
- * an error of one rank alone, and what is none Prints "ok" per rank and exits 0, or prints the error and exits 3. */
+ * mpirun:
+ *   mpi_cuda_p2p rounds SEED N      N exchanges on one object, the numbers of tokens change; every tenth has the CPU's
+ *                                   bits; rounds-fp8: with FP8 on the wire
+ *   mpi_cuda_p2p graph SEED N       N replays of a graph with two dispatches in flight, other routing and T each time;
+ *                                   graph-fp8: one of them with FP8 on the wire
+ *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all
+ *   mpi_cuda_p2p calls              what is an error of one rank alone, and what is none
+ * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
 #include "base/device.h"
 #include "comm/comm.h"
 #include "tests/exchange_device.h"
@@ -47,11 +51,11 @@ static void draw_tokens(exchange_case_t *c, testing_rng_t *rng)
     c->seed = testing_next(rng);
 }
 
-static void rounds(uint64_t seed, int32_t num)
+static void rounds(uint64_t seed, int32_t num, epmoe_dtype_t wire)
 {
     testing_rng_t rng = testing_rng(seed);
     epmoe_comm_t *comms[2] = {exchange_comm(EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_AUTO, 0), p2p_comm(0)};
-    exchange_case_t c = {.size = size, .num_experts = 30, .top_k = 5, .hidden = 136, .dtype = EPMOE_BF16};
+    exchange_case_t c = {.size = size, .num_experts = 30, .top_k = 5, .hidden = 136, .dtype = EPMOE_BF16, .wire = wire};
     epmoe_ep_t *ep[2] = {object_for(comms[0], &c), object_for(comms[1], &c)};
     char *y = allocate(2 * MAX_T * 136 * 2);
     for (int32_t round = 0; round < num; round++) {
@@ -83,12 +87,13 @@ typedef struct layer_t {
 
 static const int64_t kRow = 264 * 2;
 
-static layer_t make_layer(epmoe_comm_t *comm, int32_t num_experts, int32_t top_k)
+static layer_t make_layer(epmoe_comm_t *comm, int32_t num_experts, int32_t top_k, epmoe_dtype_t wire)
 {
     layer_t layer = {.rows = EPMOE_DISPATCH_RESULT_INIT};
     layer.c = exchange_identity_case(size, 264, EPMOE_BF16, 0);
     layer.c.num_experts = num_experts;
     layer.c.top_k = top_k;
+    layer.c.wire = wire;
     layer.ep = object_for(comm, &layer.c);
     layer.in = (exchange_device_t){.x = exchange_put(NULL, MAX_T * kRow),
                                    .ids = exchange_put(NULL, MAX_T * top_k * 4),
@@ -156,8 +161,9 @@ static void check_layer(const layer_t *layer, const char *what)
         for (int32_t j = 0; j < k && t < inputs.num_tokens; j++)
             ranks |= 1u << exchange_owner(c->num_experts, size, inputs.ids[t * k + j]);
         for (int64_t i = t * 264; i < (t + 1) * 264; i++) {
-            float due =
-                t < inputs.num_tokens ? (float)__builtin_popcount(ranks) * epmoei_load(inputs.x, EPMOE_BF16, i) : 0;
+            float due = t < inputs.num_tokens
+                            ? (float)__builtin_popcount(ranks) * epmoei_load(inputs.arrived, EPMOE_BF16, i)
+                            : 0;
             if (y[i] == (t < inputs.num_tokens ? epmoei_f32_to_bf16(due) : 0xFFFF)) continue;
             fprintf(stderr, "rank %d: y[%lld,%lld] is %g, expected %g (%d tokens)\n", rank, (long long)t,
                     (long long)(i % 264), (double)epmoei_bf16_to_f32(y[i]), (double)due, inputs.num_tokens);
@@ -168,11 +174,12 @@ static void check_layer(const layer_t *layer, const char *what)
     exchange_inputs_free(&inputs);
 }
 
-static void graph(uint64_t seed, int32_t num)
+/* The rows of the second dispatch travel as `wire`. */
+static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire)
 {
     testing_rng_t rng = testing_rng(seed);
     epmoe_comm_t *comm = p2p_comm(0);
-    layer_t layers[2] = {make_layer(comm, 24, 4), make_layer(comm, 1 + size / 2, 2)};
+    layer_t layers[2] = {make_layer(comm, 24, 4, EPMOE_DTYPE_NONE), make_layer(comm, 1 + size / 2, 2, wire)};
     int32_t *tokens_dev = exchange_put(NULL, 4);
     cudaGraph_t captured;
     cudaGraphExec_t executable;
@@ -396,9 +403,13 @@ int main(int argc, char **argv)
     exchange_must(epmoei_device_set(rank % epmoei_device_count()));
     exchange_must(epmoei_stream_create(&exchange_stream));
     if (!strcmp(mode, "rounds") && argc == 4)
-        rounds(strtoull(argv[2], NULL, 10), atoi(argv[3]));
+        rounds(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE);
+    else if (!strcmp(mode, "rounds-fp8") && argc == 4)
+        rounds(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3);
     else if (!strcmp(mode, "graph") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]));
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE);
+    else if (!strcmp(mode, "graph-fp8") && argc == 4)
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3);
     else if (!strcmp(mode, "errors") && argc == 2)
         errors();
     else if (!strcmp(mode, "calls") && argc == 2)

@@ -92,6 +92,7 @@ Test(mpi_cuda, many_rounds_over_peer_memory, .timeout = 900)
     need_devices(1);
     expect_ok(2, 300, "", with_seed("p2p rounds", "1000"));
     expect_ok(8, 300, "", with_seed("p2p rounds", "200"));
+    expect_ok(2, 300, "", with_seed("p2p rounds-fp8", "400"));
 }
 
 Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)
@@ -100,6 +101,7 @@ Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)
     static const int32_t ranks[] = {2, 4, 8};
     for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
         expect_ok(ranks[i], 200, "", with_seed("p2p graph", "40"));
+    expect_ok(2, 200, "", with_seed("p2p graph-fp8", "40"));
 }
 
 Test(mpi_cuda, contract_over_peer_memory, .timeout = 900)

@@ -16,16 +16,17 @@ static const tool_option_t options[] = {
     {"backend", TOOL_BACKENDS, "default auto"},
     {"dtype", "fp32,fp16,bf16", "of activations (default fp32 on the CPU, bf16 on a GPU)"},
     {"act", "none,fp8", "of experts in FP8: whether activations are quantised too (default none)"},
+    {"wire", "dtype,fp8", "whether rows go to the experts quantised (default dtype: they do not)"},
     {"tol", "X",
      "largest rel_err (default 1e-5 in fp32, 2e-3 in fp16, 1e-2 in bf16; decoder layers 3e-6, 3e-3, 2e-2; --act fp8 "
-     "8e-2)"},
+     "and --wire fp8 8e-2)"},
     {"timeout", "S", "longest wait for another rank in seconds (default 30)"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
 };
 static const char usage[] = "check DIR [--golden FILE] [--dtype D] [--tol X] ...";
 
-/* The recorded outputs are of activations that were not quantised. */
+/* The recorded outputs are of activations that were not quantised, neither in products nor on the wire. */
 static const double fp8_tolerance = 8e-2;
 
 /* As in --dtype. A decoder layer rounds to 16 bits at more places than its MoE block; in fp32 what adds up is the
@@ -57,6 +58,7 @@ static int take(void *ctx, const char *option, const char *value)
     if (!strcmp(option, "dtype"))
         return tool_take_choice(program, option, "fp32,fp16,bf16", value, &check->dtype_index);
     if (!strcmp(option, "act")) return tool_take_choice(program, option, "none,fp8", value, &check->fp8_activations);
+    if (!strcmp(option, "wire")) return tool_take_choice(program, option, "dtype,fp8", value, &check->fp8_wire);
     if (!strcmp(option, "timeout")) return tool_take_positive(program, option, value, &check->timeout_s);
     if (!strcmp(option, "format")) return tool_take_choice(program, option, TOOL_FORMATS, value, &check->format);
     return tool_take_positive(program, option, value, &check->tolerance);
@@ -184,6 +186,7 @@ static epmoe_status_t check_layer(check_t *check, const golden_layer_t *golden)
     epmoe_layer_t *layer = NULL;
     epmoe_status_t status = epmoe_comm_agree(comm, prepare(check, golden, &config, &values, &share));
     config.fp8_activations = check->fp8_activations ? 1 : -1;
+    if (check->fp8_wire) config.wire_dtype = EPMOE_F8_E4M3;
     if (status == EPMOE_OK) status = epmoe_layer_create(&config, comm, &layer);
     if (status == EPMOE_OK) status = run_layer(check, layer, golden, &config, &share);
     if (status == EPMOE_OK) judge(check, golden->layer, &config, &values, &share);
@@ -248,7 +251,7 @@ int tool_check(program_t *program, int argc, char **argv)
     if (!(check.tolerance > 0)) {
         check.tolerance = dtypes[check.dtype_index].tolerance;
         check.decoder_tolerance = dtypes[check.dtype_index].decoder_tolerance;
-        if (check.fp8_activations) check.tolerance = check.decoder_tolerance = fp8_tolerance;
+        if (check.fp8_activations || check.fp8_wire) check.tolerance = check.decoder_tolerance = fp8_tolerance;
     }
 
     status = check_all(&check);

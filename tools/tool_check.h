@@ -125,6 +125,7 @@ typedef struct check_t {
     double timeout_s;
     int32_t format;
     int32_t fp8_activations; /* 0 or 1 */
+    int32_t fp8_wire;        /* 0 or 1 */
 
     epmoe_checkpoint_t *checkpoint;
     golden_t golden;

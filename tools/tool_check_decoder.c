@@ -130,6 +130,7 @@ static epmoe_status_t prepare(const check_t *check, const golden_layer_t *golden
             epmoei_memory_alloc(run->backend, &run->device_memory, run->shared_bytes, "the rows of a decoder layer"));
     run->mlp.dtype = check->dtype;
     run->mlp.fp8_activations = check->fp8_activations ? 1 : -1;
+    if (check->fp8_wire) run->mlp.wire_dtype = EPMOE_F8_E4M3;
     run->mlp.max_tokens = run->num_tokens;
     config->block_size = BLOCK_SIZE;
     config->num_blocks = run->num_seqs * run->max_blocks;

@@ -694,6 +694,7 @@ class epmoe_layer_config_t(Structure):
         ("weight_group", c_int32),
         ("fp8_activations", c_int32),
         ("router_jitter", c_float),
+        ("wire_dtype", c_int32),
     ]
 
 
