@@ -319,30 +319,39 @@ Test(gpu_bench, several_ranks)
 Test(gpu_bench, several_ranks_over_p2p)
 {
     need_device();
-    static const char *const k_tokens[] = {"--tokens 1,12", "--tokens 600", "--tokens-per-rank 0,7",
-                                           "--tokens 3 --graph 0"};
+    static const char *const k_tokens[] = {"--tokens 1,12",           "--tokens 600",
+                                           "--tokens-per-rank 0,7",   "--tokens 3,200 --wire fp8",
+                                           "--tokens 600 --wire fp8", "--tokens 3 --graph 0"};
+    static const int32_t k_cases[] = {2, 1, 1, 2, 1, 1};
     for (size_t i = 0; i < sizeof k_tokens / sizeof k_tokens[0]; i++) {
         testing_process_t process = testing_run(
             kLimit, "%s %s --transport p2p --checkpoint %s/golden/deepseek_v3 %s --iters 3 --warmup 1 --format json",
             testing_mpirun(2), BENCH, EPMOE_TEST_DATA, k_tokens[i]);
-        assert_right(&process, i == 0 ? 2 : 1, i < 3);
+        assert_right(&process, k_cases[i], i < 5);
         testing_process_free(&process);
     }
-    testing_process_t process = testing_run(kLimit,
-                                            "%s %s --transport p2p --op exchange --model olmoe-1b-7b --tokens 1,600 "
-                                            "--iters 2 --warmup 1 --format json",
-                                            testing_mpirun(2), BENCH);
-    cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
-    int32_t lines = 0;
-    for (const char *at = process.output; (at = strchr(at, '\n')); at++) lines++;
-    for (int32_t i = 0; i < lines; i++) {
-        json_t *object = json_line(&process, i);
-        cr_expect_eq(number(object, "wrong"), 0);
-        cr_expect_gt(number(object, "dispatch_us"), 0);
-        json_decref(object);
+    double bytes[2] = {0, 0};
+    for (int32_t coded = 0; coded < 2; coded++) {
+        testing_process_t process = testing_run(
+            kLimit,
+            "%s %s --transport p2p --op exchange --model olmoe-1b-7b --tokens 1,600 --wire %s --iters 2 --warmup 1 "
+            "--format json",
+            testing_mpirun(2), BENCH, coded ? "fp8" : "dtype");
+        cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
+        int32_t lines = 0;
+        for (const char *at = process.output; (at = strchr(at, '\n')); at++) lines++;
+        for (int32_t i = 0; i < lines; i++) {
+            json_t *object = json_line(&process, i);
+            cr_expect_eq(number(object, "wrong"), 0);
+            cr_expect_gt(number(object, "dispatch_us"), 0);
+            bytes[coded] += number(object, "dispatch_wire_bytes");
+            json_decref(object);
+        }
+        cr_expect_geq(lines, 4, "p2p and mpi, two sizes: %s", process.output);
+        testing_process_free(&process);
     }
-    cr_expect_geq(lines, 4, "p2p and mpi, two sizes: %s", process.output);
-    testing_process_free(&process);
+    /* Rows of 2048 columns: bf16, or codes and 16 scales; 8 ids and weights with either. */
+    cr_expect_float_eq(bytes[1] / bytes[0], (2048 + 64 + 64) / (4096 + 64.0), 1e-6);
 }
 
 #endif

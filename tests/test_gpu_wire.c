@@ -1,8 +1,9 @@
-/* Rows in FP8 on a device: the CPU's bits. */
-#include "tests/gpu_testing.h"
+/* Rows in FP8 on a device: the CPU's bits; and a layer of one rank that gives its experts such rows. */
+#include "tests/gpu_layer_case.h"
 #include "tests/wire_case.h"
 
 #include <criterion/criterion.h>
+#include <cuda_runtime_api.h>
 
 TestSuite(gpu_wire, .timeout = 300);
 
@@ -82,4 +83,86 @@ Test(gpu_wire, gives_the_bits_of_the_cpu)
                 check(&c, round % 2);
                 wire_case_free(&c);
             }
+}
+
+/* ---------------------------------------------------------------------------------------------------------- layer */
+
+static epmoe_layer_t *make_layer(const epmoe_layer_config_t *config, epmoe_dtype_t wire)
+{
+    epmoe_layer_config_t own = *config;
+    own.wire_dtype = wire;
+    epmoe_layer_t *layer = gpu_layer(&own);
+    cr_assert_not_null(layer);
+    cr_assert_eq(epmoe_layer_set_random_weights(layer, 11), EPMOE_OK, "%s", epmoe_last_error());
+    return layer;
+}
+
+/* In a graph, whose bound is above the number of tokens. */
+static void replay(epmoe_layer_t *layer, const epmoe_forward_args_t *args)
+{
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cr_assert_eq(cudaStreamBeginCapture(gpu_stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+    epmoei_alloc_fail_at(1);
+    epmoe_status_t status = epmoe_layer_forward_args(layer, args, gpu_stream());
+    epmoei_alloc_fail_at(0);
+    cr_assert_eq(cudaStreamEndCapture(gpu_stream(), &graph), cudaSuccess);
+    cr_assert_eq(status, EPMOE_OK, "forward in a capture: %s", epmoe_last_error());
+    cr_assert_eq(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    cr_assert_eq(cudaGraphLaunch(exec, gpu_stream()), cudaSuccess);
+    cr_assert(gpu_wait());
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+}
+
+/* The layer on x is the plain one on what is left of x, bit for bit. Logits are given: the router takes x as it is. */
+static void check_layer(testing_rng_t *rng, const epmoe_layer_config_t *config, int32_t num_tokens)
+{
+    int64_t elements = (int64_t)num_tokens * config->hidden, bytes = 2 * elements;
+    epmoe_layer_t *coded = make_layer(config, EPMOE_F8_E4M3), *plain = make_layer(config, EPMOE_DTYPE_NONE);
+    gpu_tokens_t tokens = gpu_tokens(rng, config, num_tokens);
+    uint16_t *x = gpu_get_new(tokens.x, bytes), *rounded = malloc((size_t)bytes);
+    const epmoei_round_rows_t round = {
+        .dst = rounded, .src = x, .dtype = config->dtype, .hidden = config->hidden, .num_rows = num_tokens};
+    int32_t *tokens_dev = gpu_copy_of(&num_tokens, 4);
+    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+    cr_assert_eq(epmoei_round_rows_cpu(&round), EPMOE_OK);
+    args.num_tokens = num_tokens, args.x = tokens.x, args.y = tokens.y, args.residual = tokens.residual;
+    args.logits = tokens.logits;
+    cr_assert_eq(epmoe_layer_forward_args(coded, &args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(gpu_wait());
+    void *y = gpu_get_new(tokens.y, bytes);
+    gpu_poison(tokens.y, bytes);
+    args.num_tokens_dev = tokens_dev;
+    replay(coded, &args);
+    void *again = gpu_get_new(tokens.y, bytes);
+    args.num_tokens_dev = NULL;
+    gpu_poison(tokens.y, bytes);
+    gpu_put(tokens.x, rounded, bytes);
+    cr_assert_eq(epmoe_layer_forward_args(plain, &args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(gpu_wait());
+    void *due = gpu_get_new(tokens.y, bytes);
+    cr_expect(gpu_same("y", y, due, elements, 2, config->hidden), "%d tokens, %s", num_tokens, gpu_config_text(config));
+    cr_expect(gpu_same("a replay's y", again, due, elements, 2, config->hidden), "%d tokens, %s", num_tokens,
+              gpu_config_text(config));
+    free(x), free(rounded), free(y), free(again), free(due);
+    gpu_buffer_free(tokens_dev);
+    cr_expect(gpu_tokens_free(&tokens));
+    epmoe_layer_destroy(coded), epmoe_layer_destroy(plain);
+}
+
+Test(gpu_wire, a_layer_of_one_rank_is_the_plain_one_on_rounded_x)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const int32_t tokens[] = {1, 7, 40, 300};
+    static const int32_t hidden[] = {64, 128, 200, 1024};
+    testing_rng_t rng = testing_rng(testing_seed());
+    for (int32_t i = 0; i < 16; i++) {
+        epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+        config.hidden = hidden[i % 4], config.intermediate = 128, config.num_experts = 16, config.top_k = 4;
+        config.dtype = i % 3 ? EPMOE_BF16 : EPMOE_F16;
+        if (i % 2) config.weight_format = EPMOE_FORMAT_FP8_BLOCK, config.hidden = 256;
+        config.max_tokens = tokens[i / 4];
+        check_layer(&rng, &config, tokens[i / 4]);
+    }
 }
