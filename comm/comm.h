@@ -3,7 +3,7 @@
 #ifndef EPMOEI_COMM_H
 #define EPMOEI_COMM_H
 
-#include "base/base.h"
+#include "kernels/coded_rows.h"
 
 #define EPMOEI_MAX_RANKS  4096
 #define EPMOEI_MAX_AGREED 48 /* numbers in one epmoei_comm_agree_on */
@@ -87,6 +87,14 @@ epmoe_status_t epmoei_comm_check_device(const epmoe_comm_t *comm);
 epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_status_t local,
                                      epmoe_stream_t stream);
 epmoe_status_t epmoei_dispatch_finish(epmoe_ep_t *ep, epmoe_dispatch_result_t *result, epmoe_stream_t stream);
+
+/* FP8 on the wire, transport p2p with several ranks: whether this rank's rows of the dispatches from here on stay
+ * codes, in epmoei_ep_codes until the next one, and the result's x is not written. A no-op otherwise. Local. */
+void epmoei_ep_keep_codes(epmoe_ep_t *ep, bool keeps);
+bool epmoei_ep_keeps_codes(const epmoe_ep_t *ep);
+epmoei_coded_rows_t epmoei_ep_codes(const epmoe_ep_t *ep);
+/* What epmoei_ep_num_rows will be after a dispatch with this max_rank_tokens, where only the device counts rows. */
+int32_t epmoei_ep_bound_of_rows(const epmoe_ep_t *ep, int32_t max_rank_tokens);
 
 /* Whether only the device knows how many rows a dispatch brings, so that calls may be captured in a graph. */
 bool epmoei_ep_counts_on_device(const epmoe_ep_t *ep);

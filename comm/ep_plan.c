@@ -244,6 +244,18 @@ int64_t epmoei_ep_wire_bytes(const epmoe_ep_t *ep) { return ep->bytes_sent; }
 
 int32_t epmoei_ep_num_rows(const epmoe_ep_t *ep) { return ep->num_rows; }
 
+void epmoei_ep_keep_codes(epmoe_ep_t *ep, bool keeps) { ep->keeps_codes = keeps && ep->codes.codes; }
+
+bool epmoei_ep_keeps_codes(const epmoe_ep_t *ep) { return ep->keeps_codes; }
+
+epmoei_coded_rows_t epmoei_ep_codes(const epmoe_ep_t *ep) { return ep->codes; }
+
+int32_t epmoei_ep_bound_of_rows(const epmoe_ep_t *ep, int32_t max_rank_tokens)
+{
+    if (!max_rank_tokens) return ep->max_rows;
+    return (int32_t)epmoei_min64(ep->max_rows, (int64_t)ep->size * max_rank_tokens);
+}
+
 bool epmoei_ep_counts_on_device(const epmoe_ep_t *ep) { return epmoei_ep_plans_on_device(ep); }
 
 epmoei_trip_t epmoei_ep_trip(const epmoe_ep_t *ep, bool home)

@@ -85,6 +85,8 @@ struct epmoe_ep {
     const void *x;      /* rows for the caller: the received ones, with one rank his own */
     const int32_t *ids;
     const float *weights;
+    bool keeps_codes;          /* p2p: rows in FP8 are not decoded */
+    epmoei_coded_rows_t codes; /* p2p in FP8: as they arrive */
 
     struct epmoei_p2p_ep *p2p; /* transport p2p's */
     void *memory;

@@ -9,7 +9,7 @@
  *             stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at every
  *             rank when its rows are; the last block to end waits for those of all blocks of all ranks.
  *             In FP8 rows are coded as they are read; those of the own rank are decoded at once
- *   decode    in FP8: the rows of the other ranks into x (comm/ep_wire.h)
+ *   decode    in FP8: the rows of the other ranks into x (comm/ep_wire.h); neither where rows stay codes
  *   combine   raises partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of
  *             its own tokens from where they were made and sums them
  *
@@ -100,6 +100,7 @@ typedef struct epmoei_p2p_args_t {
     int32_t width;     /* most ranks of a token */
     int64_t row_bytes; /* of x */
     int32_t coded;     /* rows travel in FP8 */
+    int32_t keeps;     /* and stay so here */
     int64_t codes_bytes, scales_stride;
     void *own_x;            /* in FP8 [max_rows] of row_bytes: the own rank's rows go there at once */
     uint32_t *token_ranks;  /* [max_tokens, rounded up to whole groups] bit r: the token has a row for rank r */

@@ -132,7 +132,7 @@ template <typename T, bool kAligned> struct coded_pieces_t {
         for (uint32_t left = ranks; left; left &= left - 1) {
             const int32_t r = __ffs((int)left) - 1;
             const int64_t to = __shfl_sync(kP2pAll, row, r);
-            if (r == args.rank) {
+            if (r == args.rank && !args.keeps) {
                 keep(args, to, mine);
                 continue;
             }

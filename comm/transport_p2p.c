@@ -28,7 +28,6 @@ struct epmoei_p2p {
 struct epmoei_p2p_ep {
     epmoei_shared_t *shared;
     void *memory; /* device, this rank's own */
-    epmoei_p2p_window_t window;
     epmoei_p2p_args_t args;
 };
 
@@ -263,7 +262,8 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     if (args->max_blocks > EPMOEI_P2P_MAX_BLOCKS) args->max_blocks = EPMOEI_P2P_MAX_BLOCKS;
 
     const epmoei_p2p_window_t *own = &windows[ep->rank];
-    ep->p2p->window = *own;
+    if (args->coded)
+        ep->codes = (epmoei_coded_rows_t){(uint8_t *)own->x, own->scales, args->codes_bytes, args->scales_stride};
     ep->num_rows = ep->max_rows;
     ep->x = args->coded ? args->own_x : own->x;
     ep->ids = own->ids;
@@ -298,12 +298,12 @@ static epmoe_status_t ep_create(epmoe_ep_t *ep)
 static epmoe_status_t decode(const epmoe_ep_t *ep, epmoe_stream_t stream)
 {
     const epmoei_p2p_args_t *args = &ep->p2p->args;
-    if (!args->coded) return EPMOE_OK;
+    if (!args->coded || ep->keeps_codes) return EPMOE_OK;
     const epmoei_decode_rows_t rows = {
         .dst = args->own_x,
         .dtype = args->dtype,
         .hidden = args->hidden,
-        .src = {(uint8_t *)ep->p2p->window.x, ep->p2p->window.scales, args->codes_bytes, args->scales_stride},
+        .src = ep->codes,
         .num_rows = ep->num_rows,
         .num_rows_dev = args->num_rows,
         .gap_dev = args->state->own_rows,
@@ -325,9 +325,8 @@ static epmoe_status_t dispatch(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args
         own.ids = args->ids;
         own.weights = args->weights;
     }
-    ep->num_rows = ep->max_rows;
-    if (own.max_rank_tokens)
-        ep->num_rows = (int32_t)epmoei_min64(ep->max_rows, (int64_t)ep->size * own.max_rank_tokens);
+    own.keeps = ep->keeps_codes;
+    ep->num_rows = epmoei_ep_bound_of_rows(ep, own.max_rank_tokens);
     epmoe_status_t status = epmoei_p2p_dispatch_sm80(&own, stream);
     if (status == EPMOE_OK) status = decode(ep, stream);
     if (status != EPMOE_OK) return epmoei_comm_fail(ep->comm, status);

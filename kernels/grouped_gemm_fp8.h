@@ -12,6 +12,7 @@
 #ifndef EPMOEI_GROUPED_GEMM_FP8_H
 #define EPMOEI_GROUPED_GEMM_FP8_H
 
+#include "kernels/coded_rows.h"
 #include "kernels/grouped_gemm_quant.h"
 
 #ifdef __cplusplus
@@ -54,6 +55,10 @@ epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_gemm_args_t
 /* to[r] = the quantised row of x that row r of the sorted order reads; rows of padding are left as they are. */
 epmoe_status_t epmoei_quantize_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *to,
                                          epmoe_stream_t stream);
+/* The same of rows `from`, in place of args->x, that are quantised; row_index and expert_offsets are there. K is a
+ * multiple of 16. */
+epmoe_status_t epmoei_gather_coded_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_coded_rows_t *from,
+                                             const epmoei_fp8_rows_t *to, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

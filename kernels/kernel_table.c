@@ -82,6 +82,7 @@ static void init_tables(void)
     sm90_table.grouped_gemm_fp8 = epmoei_grouped_gemm_fp8_sm90;
     sm90_table.grouped_gemm_fp8_workspace = epmoei_grouped_gemm_fp8_workspace_sm90;
     sm90_table.grouped_gemm_fp8_rows = epmoei_grouped_gemm_fp8_rows_sm90;
+    sm90_table.gather_coded_rows = epmoei_gather_coded_rows_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,

@@ -14,6 +14,7 @@ extern "C" {
  * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
 struct epmoei_route_args_t;
 struct epmoei_fp8_rows_t;
+struct epmoei_coded_rows_t;
 typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);
@@ -38,6 +39,8 @@ typedef struct epmoei_kernel_table_t {
     /* The same of rows that are quantised already, and to such: kernels/grouped_gemm_fp8.h. */
     epmoe_status_t (*grouped_gemm_fp8_rows)(const epmoe_grouped_gemm_args_t *args, const struct epmoei_fp8_rows_t *x,
                                             const struct epmoei_fp8_rows_t *y, epmoe_stream_t stream);
+    epmoe_status_t (*gather_coded_rows)(const epmoe_grouped_gemm_args_t *args, const struct epmoei_coded_rows_t *from,
+                                        const struct epmoei_fp8_rows_t *to, epmoe_stream_t stream);
     epmoe_status_t (*grouped_gemm_w4)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
     int64_t (*grouped_gemm_w4_workspace)(const epmoe_grouped_gemm_args_t *args);
     epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);

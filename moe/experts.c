@@ -230,14 +230,20 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-static epmoe_status_t run_gemm1(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
-                                const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
+/* `codes` in place of x, or NULL. */
+static epmoe_status_t run_gemm1(const epmoe_grouped_gemm_args_t *args, const epmoei_coded_rows_t *codes,
+                                const plan_t *plan, const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
 {
     if (!plan->h_quantised) return epmoe_grouped_gemm(args, stream);
     epmoe_grouped_gemm_args_t checked;
+    epmoei_fp8_rows_t x;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
-    return kernels->grouped_gemm_fp8_rows(&checked, NULL, &plan->h_rows, stream);
+    if (codes) {
+        epmoei_fp8_rows_layout(checked.workspace, checked.max_rows, checked.k, &x);
+        EPMOEI_CHECK(kernels->gather_coded_rows(&checked, codes, &x, stream));
+    }
+    return kernels->grouped_gemm_fp8_rows(&checked, codes ? &x : NULL, &plan->h_rows, stream);
 }
 
 static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
@@ -252,8 +258,9 @@ static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const pla
     return kernels->grouped_gemm_fp8_rows(&checked, &plan->h_rows, NULL, stream);
 }
 
-static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned,
-                                 const epmoei_kernel_table_t *kernels, epmoe_stream_t stream, epmoei_stages_t *stages)
+static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const epmoei_coded_rows_t *codes, const plan_t *plan,
+                                 bool aligned, const epmoei_kernel_table_t *kernels, epmoe_stream_t stream,
+                                 epmoei_stages_t *stages)
 {
     for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
@@ -262,7 +269,7 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const plan_t 
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
-        EPMOEI_CHECK(run_gemm1(&gemm1, plan, kernels, stream));
+        EPMOEI_CHECK(run_gemm1(&gemm1, codes, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
@@ -301,14 +308,14 @@ static epmoe_status_t run_few(const epmoe_experts_args_t *args, const plan_t *pl
     return epmoei_stages_end(stages, EPMOE_STAGE_COMBINE);
 }
 
-static epmoe_status_t run(const epmoe_experts_args_t *args, const plan_t *plan, bool aligned, epmoe_stream_t stream,
-                          epmoei_stages_t *stages)
+static epmoe_status_t run(const epmoe_experts_args_t *args, const epmoei_coded_rows_t *codes, const plan_t *plan,
+                          bool aligned, epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     const epmoei_kernel_table_t *kernels;
     EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
     return kernels->experts_few_gate_up && epmoei_experts_few_takes(args)
                ? run_few(args, plan, kernels, stream, stages)
-               : run_chunks(args, plan, aligned, kernels, stream, stages);
+               : run_chunks(args, codes, plan, aligned, kernels, stream, stages);
 }
 
 epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order)
@@ -320,8 +327,8 @@ epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_exp
     return EPMOE_OK;
 }
 
-epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned, epmoe_stream_t stream,
-                                  epmoei_stages_t *stages)
+static epmoe_status_t run_held(const epmoe_experts_args_t *args, const epmoei_coded_rows_t *codes, bool aligned,
+                               epmoe_stream_t stream, epmoei_stages_t *stages)
 {
     if (args->num_tokens == 0) return EPMOE_OK;
     plan_t plan;
@@ -331,9 +338,30 @@ epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned
     plan.gemm_bytes = args->workspace_bytes - plan.bytes_before_gemm;
     /* What this call finds is for the next one, and must not end this one half way, whenever the device gets there. */
     epmoei_error_word_hold(1);
-    epmoe_status_t status = run(args, &plan, aligned, stream, stages);
+    epmoe_status_t status = run(args, codes, &plan, aligned, stream, stages);
     epmoei_error_word_hold(-1);
     return status;
+}
+
+epmoe_status_t epmoei_experts_run(const epmoe_experts_args_t *args, bool aligned, epmoe_stream_t stream,
+                                  epmoei_stages_t *stages)
+{
+    return run_held(args, NULL, aligned, stream, stages);
+}
+
+bool epmoei_experts_take_codes(const epmoe_experts_args_t *args)
+{
+    plan_t plan;
+    const epmoei_kernel_table_t *kernels;
+    if (!args->fp8_activations || epmoei_kernels(args->backend, &kernels) != EPMOE_OK) return false;
+    if (!kernels->gather_coded_rows || epmoei_experts_few_takes(args)) return false;
+    return plan_layout(NULL, args, &plan) == EPMOE_OK && plan.h_quantised;
+}
+
+epmoe_status_t epmoei_experts_run_codes(const epmoe_experts_args_t *args, const epmoei_coded_rows_t *x,
+                                        epmoe_stream_t stream, epmoei_stages_t *stages)
+{
+    return run_held(args, x, false, stream, stages);
 }
 
 epmoe_status_t epmoe_experts_workspace_size(const epmoe_experts_args_t *args, int64_t *bytes)

@@ -367,6 +367,16 @@ static epmoe_status_t run_local(forward_t *forward)
     return epmoei_experts_run(&experts, aligned, forward->stream, &forward->stages);
 }
 
+/* Whether the rows of a dispatch go to this rank's experts as they travel, and not as what they stand for. */
+static bool keeps_codes(const epmoe_layer_t *layer, int32_t max_rank_tokens)
+{
+    if (layer->config.wire_dtype == layer->config.dtype || !layer->local_experts) return false;
+    if (!epmoei_ep_counts_on_device(layer->ep)) return false;
+    const epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_bound_of_rows(layer->ep, max_rank_tokens), NULL,
+                                                      NULL, NULL, epmoe_ep_partial_dtype(layer->ep), NULL);
+    return epmoei_experts_take_codes(&experts);
+}
+
 static epmoe_status_t copy_out(const forward_t *forward, void *to, const void *from, int64_t row_elements)
 {
     if (!to || to == from) return EPMOE_OK;
@@ -393,6 +403,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     dispatch.weights = forward->weights;
     dispatch.num_tokens_dev = args->num_tokens_dev;
     dispatch.max_rank_tokens = args->max_rank_tokens;
+    epmoei_ep_keep_codes(layer->ep, local == EPMOE_OK && keeps_codes(layer, args->max_rank_tokens));
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);
 
@@ -407,7 +418,9 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
         epmoe_experts_args_t experts = experts_args(layer, epmoei_ep_num_rows(layer->ep), rows.x, rows.ids,
                                                     rows.weights, epmoe_ep_partial_dtype(layer->ep), rows.y);
         if (epmoei_ep_counts_on_device(layer->ep)) experts.num_tokens_dev = rows.num_rows;
-        local = epmoei_experts_run(&experts, false, forward->stream, stages);
+        const epmoei_coded_rows_t codes = epmoei_ep_codes(layer->ep);
+        local = epmoei_ep_keeps_codes(layer->ep) ? epmoei_experts_run_codes(&experts, &codes, forward->stream, stages)
+                                                 : epmoei_experts_run(&experts, false, forward->stream, stages);
     }
     /* Peers add these rows to their tokens: what was not computed must not look like numbers. */
     if (local != EPMOE_OK)

@@ -50,6 +50,7 @@ static void expect_ok(int32_t ranks, double limit_s, const char *prefix, const c
     testing_process_free(&run);
 }
 
+/* Of mpi_cuda_wire, which has no modes, "wire". */
 static const char *with_seed(const char *mode, const char *rest)
 {
     static char arguments[128];
@@ -85,6 +86,14 @@ Test(mpi_cuda, peer_memory_gives_the_bits_of_nccl, .timeout = 300)
 {
     need_nccl();
     expect_ok(2, 150, "", with_seed("exchange cases", "p2p mpi nccl"));
+}
+
+Test(mpi_cuda, layers_with_fp8_on_the_wire, .timeout = 600)
+{
+    need_devices(1);
+    expect_ok(2, 250, "", with_seed("wire", "p2p mpi"));
+    need_nccl();
+    expect_ok(2, 250, "", with_seed("wire", "nccl"));
 }
 
 Test(mpi_cuda, many_rounds_over_peer_memory, .timeout = 900)
