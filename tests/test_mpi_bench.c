@@ -178,6 +178,16 @@ Test(bench, floor_load_and_wire_bytes)
     object = json_line(&process, 0);
     cr_assert_eq(number(object, "wire_bytes"), 4 * (64 * 2 + 2 * 4 + 2 * 4) + 28 * 64 * 2);
     cr_assert_eq(number(object, "rank_load_max_over_mean"), 4);
+    cr_assert_str_eq(json_string_value(json_object_get(object, "wire")), "dtype");
+    json_decref(object);
+    testing_process_free(&process);
+
+    /* In FP8 such a row is 64 codes and one scale. */
+    process = run_bench(8, "%s --routing one-expert --tokens 4 --iters 1 --wire fp8 --format json", golden("mixtral"));
+    assert_good(&process, 1);
+    object = json_line(&process, 0);
+    cr_assert_eq(number(object, "wire_bytes"), 4 * (64 + 4 + 2 * 4 + 2 * 4) + 28 * 64 * 2);
+    cr_assert_str_eq(json_string_value(json_object_get(object, "wire")), "fp8");
     json_decref(object);
     testing_process_free(&process);
 }
