@@ -106,6 +106,18 @@ class Refused(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "the Layer is closed"):
             layer.set_random_weights()
 
+    def test_fp8_on_the_wire(self):
+        # With 448 in the row its scale is 1: numbers that E4M3 has stay what they are, 17 becomes 16.
+        outputs = []
+        for wire in ("float32", "float8_e4m3"):
+            config = epmoe.config(hidden=64, intermediate=32, num_experts=4, top_k=2, dtype="float32", max_tokens=4,
+                                  wire_dtype=wire)
+            with epmoe.Comm("cpu") as comm, epmoe.Layer(config, comm) as layer:
+                layer.set_random_weights()
+                outputs.append([layer.forward(tensor([448] + [value] * 63, "f", 1, 64)).tolist() for value in (16, 17)])
+        self.assertEqual(outputs[0][0], outputs[1][0])
+        self.assertNotEqual(outputs[0][1], outputs[1][1])
+
     def test_bias_of_experts(self):
         x, ids, weights = tensor([1, 2], "f", 1, 2), tensor([0], "i", 1, 1), tensor([1], "f", 1, 1)
         w13, w2 = tensor([1] * 8, "f", 1, 4, 2), tensor([1] * 4, "f", 1, 2, 2)
