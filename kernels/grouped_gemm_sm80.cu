@@ -186,11 +186,11 @@ epmoe_status_t launch_tile(const epmoe_grouped_gemm_args_t *args, const epmoei_d
     switch (epmoei_grouped_gemm_tile_sm80(args->num_experts, args->max_rows)) {
     case 16: return launch<T, tile_16>(args, device, stream);
     case 32: return launch<T, tile_32>(args, device, stream);
-    case 64: return launch<T, tile_64>(args, device, stream);
     default:
         if (epmoei_grouped_gemm_wide_fits_sm80(args, device)) return epmoei_grouped_gemm_wide_sm80(args, stream);
         /* Devices with 99 KB of shared memory a block hold the list of few experts only beside the tallest tile. */
-        if (tile_128::kBufferBytes + (args->num_experts + 1) * 4 + 2048 > device->shared_bytes_per_block)
+        if (args->max_rows <= 64 * (int64_t)args->num_experts ||
+            tile_128::kBufferBytes + (args->num_experts + 1) * 4 + 2048 > device->shared_bytes_per_block)
             return launch<T, tile_64>(args, device, stream);
         return launch<T, tile_128>(args, device, stream);
     }

@@ -6,8 +6,7 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows)
 {
     int64_t mean = epmoei_ceil_div(max_rows, num_experts);
     if (mean <= 16) return 16;
-    if (mean <= 32) return 32;
-    if (mean <= 64) return 64;
+    if (mean <= 24) return 32;
     return 256;
 }
 

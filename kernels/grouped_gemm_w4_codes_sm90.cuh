@@ -86,10 +86,10 @@ __device__ __forceinline__ void dequantise(uint32_t (&a)[4], uint32_t word, cons
 
 /* Codes of the first row are in the four lowest bits, those of the second in the next four: 2^-133 and 2^-129 times
  * their value. Not 0 where a scale is 2^-5, in the second row 2^-1, or more, and what makes up for that not finite. */
-__device__ __forceinline__ uint32_t is_large(const group_t &g)
+__device__ __forceinline__ uint32_t is_large(uint32_t scale)
 {
     constexpr uint32_t kToSign = 0x41004300u; /* from the bits of the two bounds */
-    return ((g.scale & 0x7FFF7FFFu) + kToSign) & 0x80008000u;
+    return ((scale & 0x7FFF7FFFu) + kToSign) & 0x80008000u;
 }
 
 /* scale becomes the scale times 2^133 and 2^129, and zero -8 scale, or with kZeros the zeros as codes lie. */
@@ -134,6 +134,15 @@ template <kind_t kKind, typename Cut> struct places_t {
     __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t stage, int t, int depth) const
     {
         ptx_load_shared_16(words, stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
+    }
+    /* Whether a scale of this warpgroup's first two groups is large. Each warp looks at those of all 64 rows, a lane at
+     * two pairs: products are begun by a warpgroup, whose warps must go the same way. */
+    __device__ __forceinline__ bool has_large(const weights_t &w, const shared_layout_t &layout, uint32_t stage) const
+    {
+        const uint32_t lane = threadIdx.x % 32, first = pair / (kSlots * kPairs) * (kSlots * kPairs) + 2 * lane;
+        uint32_t scales[2];
+        load_scales(scales, w, stage + layout.scales + first * w.pair_bytes, w.pair_bytes);
+        return __any_sync(0xFFFFFFFFu, is_large(scales[0]) | is_large(scales[1]));
     }
     /* kCount groups from `slot` on. */
     template <int kCount>
@@ -242,8 +251,8 @@ template <kind_t kKind, typename Cut> struct few_codes_t {
         if (!kMayBeWhole || block + Cut::kDepth > w.blocks) return false;
         if (kIsMxfp4<kKind>) return 2 * (block + Cut::kDepth) <= w.groups;
         if (w.group_blocks != 2) return false;
+        if (places.has_large(w, layout, stage)) return false;
         places.load_groups(groups, w, layout, stage, 0, 0);
-        if (__any_sync(0xFFFFFFFFu, is_large(groups[0]) | is_large(groups[1]))) return false;
         make_small<kHasZeros<kKind>>(groups[0]);
         make_small<kHasZeros<kKind>>(groups[1]);
         return true;

@@ -16,9 +16,11 @@ float epmoei_random_quant_scale(const epmoei_random_quant_t *random, int64_t row
     bool fp8 = random->format == EPMOE_FORMAT_FP8_BLOCK, mxfp4 = random->format == EPMOE_FORMAT_MXFP4;
     uint32_t at = (uint32_t)(fp8 ? row / random->group : row) * 0x9E3779B1u + (uint32_t)group;
     uint32_t key = (uint32_t)epmoei_random_key(random->seed, random->tensor, random->expert);
-    float factor = epmoei_mix32(at ^ key) & 1 ? 2.0f : 1.0f;
-    if (mxfp4) return exp2f(ceilf(log2f(limit / 6))) * factor;
-    return epmoei_round_to(limit / (fp8 ? EPMOEI_E4M3_MAX : 7), EPMOE_F16) * factor;
+    bool larger = epmoei_mix32(at ^ key) & 1;
+    if (mxfp4) return exp2f(ceilf(log2f(limit / 6))) * (larger ? 2.0f : 1.0f);
+    if (fp8) return epmoei_round_to(limit / EPMOEI_E4M3_MAX, EPMOE_F16) * (larger ? 2.0f : 1.0f);
+    /* Twice would be more than trained weights have, and than the fastest kernels are made for. */
+    return epmoei_round_to(limit / 7 * (larger ? 1.5f : 1.0f), EPMOE_F16);
 }
 
 static uint8_t nearest_e2m1(float value)

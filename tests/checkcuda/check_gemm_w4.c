@@ -422,6 +422,31 @@ static void check_epilogues(testing_rng_t *rng)
     check_end();
 }
 
+/* Short tiles, several a block: warpgroups drift apart by more than one, and outputs wait for their storer. */
+static void check_short_tiles(testing_rng_t *rng)
+{
+    static const int32_t columns[] = {256, 768, 640}, tokens[] = {64, 256};
+    check_begin("gemm_w4", "several short tiles a block");
+    for (int32_t i = 0; i < 12; i += check_step(5)) {
+        const bool gated = i % 4 == 3;
+        shape_t shape = {.tokens = tokens[i / 6],
+                         .top_k = 8,
+                         .experts = 128,
+                         .n = 1024,
+                         .k = columns[i % 3],
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_BF16,
+                         .activation = gated ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .row_weights = !gated,
+                         .indexed = true,
+                         .x_sorted = !gated,
+                         .y_sorted = gated};
+        take_kind(&shape, &kinds[i % 2 ? kKinds - 1 : 0]);
+        if (!check_skips((int64_t)shape.tokens * shape.top_k * (shape.n + shape.k) / 8)) run_one(rng, &shape);
+    }
+    check_end();
+}
+
 /* gpt-oss: both products, with biases and the clamped activation. */
 static void check_gpt_oss(testing_rng_t *rng)
 {
@@ -629,6 +654,7 @@ void check_gemm_w4(testing_rng_t *rng)
 {
     check_shapes(rng);
     check_widths(rng);
+    check_short_tiles(rng);
     check_epilogues(rng);
     check_gpt_oss(rng);
     check_scale_sizes(rng);
