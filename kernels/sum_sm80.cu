@@ -6,9 +6,12 @@
 
 /* Elements of one thread where everything is aligned, and slots' rows that it loads before it adds the first. Many
  * threads with few rows each: forms that hold more rows a thread, and so fewer threads, were slower (docs/performance).
+ * Where there are few threads anyhow, each waits for the memory once instead of twice.
  */
 static const int kRun = 8;
 static const int kRowsInFlight = 4;
+static const int kRowsOfFew = 8;
+static const int kThreadsOfFew = 1024; /* of an SM */
 
 /* acc += weight * value, rounded twice as on the CPU, which forms no FMAs: memory bounds this kernel, and so both
  * backends give the same bits. */
@@ -35,7 +38,7 @@ template <typename Y> struct held_run<Y, 1> {
     Y part[1];
 };
 
-template <typename Y, typename Out, int kCount>
+template <typename Y, typename Out, int kCount, int kInFlight>
 static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t sum)
 {
     epmoei_wait_for_predecessor();
@@ -45,17 +48,17 @@ static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t su
     const int32_t num_tokens = epmoei_device_tokens(sum.num_tokens_dev, sum.num_tokens);
     for (int64_t token = blockIdx.y; token < num_tokens; token += gridDim.y) {
         float acc[kCount] = {};
-        for (int32_t first = 0; first < sum.top_k; first += kRowsInFlight) {
-            held_run<Y, kCount> held[kRowsInFlight];
-            int32_t selected[kRowsInFlight];
-            float weights[kRowsInFlight];
-            bool used[kRowsInFlight];
+        for (int32_t first = 0; first < sum.top_k; first += kInFlight) {
+            held_run<Y, kCount> held[kInFlight];
+            int32_t selected[kInFlight];
+            float weights[kInFlight];
+            bool used[kInFlight];
             const int64_t slot = token * sum.top_k + first;
 #pragma unroll
-            for (int i = 0; i < kRowsInFlight; i++)
+            for (int i = 0; i < kInFlight; i++)
                 selected[i] = first + i >= sum.top_k ? -1 : sum.select ? sum.select[slot + i] : 0;
 #pragma unroll
-            for (int i = 0; i < kRowsInFlight; i++) {
+            for (int i = 0; i < kInFlight; i++) {
                 const int64_t row = slot_row(sum, slot + i, selected[i], col == 0);
                 used[i] = row >= 0;
                 if (!used[i]) continue;
@@ -63,7 +66,7 @@ static __global__ void __launch_bounds__(256) row_sum_kernel(epmoei_row_sum_t su
                 held[i] = *(const held_run<Y, kCount> *)((const Y *)sum.y + row * sum.hidden + col);
             }
 #pragma unroll
-            for (int i = 0; i < kRowsInFlight; i++) {
+            for (int i = 0; i < kInFlight; i++) {
                 if (!used[i]) continue;
                 float values[kCount];
                 epmoei_load_run(values, (const Y *)&held[i]);
@@ -89,9 +92,12 @@ static epmoe_status_t launch(const epmoei_row_sum_t *sum, const char *op, epmoe_
 {
     epmoei_row_grid_t grid = epmoei_row_grid(sum->num_tokens, sum->hidden / kCount);
     grid.blocks.y = (unsigned)epmoei_min64(sum->num_tokens, 65535); /* a block waits for one token's rows only */
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(row_sum_kernel<Y, Out, kCount>, grid.blocks, grid.threads, 0, stream, *sum),
-        op);
+    void (*kernel)(epmoei_row_sum_t) = row_sum_kernel<Y, Out, kCount, kRowsInFlight>;
+    const int64_t threads = (int64_t)sum->num_tokens * (sum->hidden / kCount);
+    if (sizeof(Y) == 2 && kCount == kRun && sum->top_k > kRowsInFlight &&
+        threads <= (int64_t)kThreadsOfFew * epmoei_device_current()->num_sms)
+        kernel = row_sum_kernel < Y, Out, kCount, sizeof(Y) == 2 && kCount == kRun ? kRowsOfFew : kRowsInFlight > ;
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, 0, stream, *sum), op);
 }
 
 template <typename Y, typename Out>
