@@ -45,8 +45,8 @@ typedef struct epmoei_ep_buffers_t {
     char *outbox;           /* B packed rows for the peers as they travel; during combine the partial rows that come
                                home */
     int32_t *outbox_ids;    /* local ids of the packed rows */
-    float *outbox_weights;  /* */
-    char *x;                /* B [max_rows,d] received; with one rank that of rows in FP8 alone */
+    float *outbox_weights;  /* and weights */
+    char *x;                /* B [max_rows,d] received; with one rank there only for rows in FP8 */
     char *wire;             /* B rows in FP8: [max_rows] of wire_row_bytes as they arrive */
     int32_t *ids;           /* P [max_rows,k] */
     float *weights;         /* P [max_rows,k] */
