@@ -82,7 +82,7 @@ struct epmoe_ep {
     int32_t num_tokens;
     int32_t num_rows;
     int64_t bytes_sent; /* by the last dispatch and its combine */
-    const void *x;      /* rows for the caller: the received ones, with one rank his own */
+    const void *x;      /* rows for the caller: the received ones, with one rank his own or, in FP8, rounded ones */
     const int32_t *ids;
     const float *weights;
     bool keeps_codes;          /* p2p: rows in FP8 are not decoded */
