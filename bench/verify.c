@@ -164,7 +164,7 @@ static double y_tolerance(const verify_t *verify, epmoe_dtype_t dtype)
     bool fp8 = verify->reference.fp8_experts || verify->reference.fp8_shared;
     if (layer->ep) fp8 = fp8 || epmoei_layer_quantises(layer, INT32_MAX, false); /* another rank's experts */
     if (fp8) return verify->residual ? 9e-2 : 6e-2;
-    /* So is one of x, where the reference has it from an attention of its own. */
+    /* Codes of x fall the other way as well where the reference has x from an attention of its own. */
     if (verify->residual && verify->bench->config.wire_dtype == EPMOE_F8_E4M3) return 9e-2;
     if (verify->residual) return decoder_tolerance(dtype);
     const bool shares = layer->ep && dtype == EPMOE_BF16; /* ranks round their shares of a row too */

@@ -45,8 +45,8 @@ typedef struct epmoei_ep_buffers_t {
     char *outbox;           /* B packed rows for the peers as they travel; during combine the partial rows that come
                                home */
     int32_t *outbox_ids;    /* local ids of the packed rows */
-    float *outbox_weights;  /* */
-    char *x;                /* B [max_rows,d] received; with one rank that of rows in FP8 alone */
+    float *outbox_weights;  /* and weights */
+    char *x;                /* B [max_rows,d] received; with one rank there only for rows in FP8 */
     char *wire;             /* B rows in FP8: [max_rows] of wire_row_bytes as they arrive */
     int32_t *ids;           /* P [max_rows,k] */
     float *weights;         /* P [max_rows,k] */
@@ -82,7 +82,7 @@ struct epmoe_ep {
     int32_t num_tokens;
     int32_t num_rows;
     int64_t bytes_sent; /* by the last dispatch and its combine */
-    const void *x;      /* rows for the caller: the received ones, with one rank his own */
+    const void *x;      /* rows for the caller: the received ones, with one rank his own or, in FP8, rounded ones */
     const int32_t *ids;
     const float *weights;
     bool keeps_codes;          /* p2p: rows in FP8 are not decoded */

@@ -102,7 +102,7 @@ typedef struct epmoei_p2p_args_t {
     int32_t coded;     /* rows travel in FP8 */
     int32_t keeps;     /* and stay so here */
     int64_t codes_bytes, scales_stride;
-    void *own_x;            /* in FP8 [max_rows] of row_bytes: the own rank's rows go there at once */
+    void *own_x;            /* in FP8 [max_rows] of row_bytes: decoded rows, those of the own rank at once */
     uint32_t *token_ranks;  /* [max_tokens, rounded up to whole groups] bit r: the token has a row for rank r */
     int32_t *group_offsets; /* [R,groups] rows for a rank before a group */
     int64_t groups;         /* of max_tokens */

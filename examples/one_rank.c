@@ -1,6 +1,6 @@
 /* One MoE layer on one rank, with weights chosen so that the answer is known: expert e of 4 maps x to about (e+1)*x.
  *
- *     cc -std=c11 one_rank.c -o one_rank $(pkg-config --cflags --libs epmoe)
+ *     cc -std=c11 one_rank.c -o one_rank $(pkg-config --cflags --libs epmoe) -lm
  *
  * SPDX-License-Identifier: Apache-2.0
  */

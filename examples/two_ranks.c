@@ -1,6 +1,6 @@
 /* One MoE layer whose experts are spread over the ranks of an MPI program, compared with the same layer on one rank.
  *
- *     mpicc -std=c11 two_ranks.c -o two_ranks $(pkg-config --cflags --libs epmoe_mpi)
+ *     mpicc -std=c11 two_ranks.c -o two_ranks $(pkg-config --cflags --libs epmoe_mpi) -lm
  *     mpirun -np 2 ./two_ranks
  *
  * SPDX-License-Identifier: Apache-2.0

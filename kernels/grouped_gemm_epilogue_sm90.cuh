@@ -51,8 +51,8 @@ struct epilogue_t {
     int32_t num_rows;
     int32_t expert;
     int32_t col;   /* first output of this warpgroup */
-    int32_t group; /* 0 or 1 */
-    bool gated;    /* of outputs that are given away later */
+    int32_t group; /* warpgroup of consumers: below 4 */
+    bool gated;    /* set for outputs that are given away later */
     int32_t tid;   /* in the warpgroup */
     float bias[2]; /* gated: gate and up; plain: of weight row lane/4 of this warp's 16 and of the one 8 below */
 };

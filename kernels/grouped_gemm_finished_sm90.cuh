@@ -9,7 +9,7 @@ namespace
 {
 
 /* A tile's outputs that its warpgroup has finished and not yet given to its storer: eight registers of pairs for each
- * part. They are given away while the tensor cores are in the next tile. */
+ * part. */
 template <int kMaxN> struct finished_t {
     uint32_t packed[kMaxN / 4];
     int32_t next; /* part */

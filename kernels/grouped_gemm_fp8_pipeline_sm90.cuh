@@ -10,7 +10,7 @@
 namespace
 {
 
-constexpr int kTileW = 256; /* weight rows of a block: two wgmma of 128, or 128 gate and their 128 up rows */
+constexpr int kTileW = 256; /* weight rows of a block: four wgmma of 64, or 128 gate and their 128 up rows */
 constexpr int kHalfW = 128;
 constexpr int kTileK = EPMOEI_FP8_COLUMNS; /* columns under one scale */
 static_assert(kTileK == kRowBytes, "a step is a row of the swizzle");

@@ -137,8 +137,7 @@ __device__ __forceinline__ void produce_weight_scales(const gemm_params_t &p, co
     }
 }
 
-/* This warp has read the stage, for `groups` warpgroups: to the barriers of every block whose copies will overwrite it.
- */
+/* This warp has read the stage, for `groups` warpgroups: to the barriers of every block whose copies overwrite it. */
 __device__ __forceinline__ void release(const block_t &b, uint32_t empty, int32_t groups)
 {
     const int32_t lane = threadIdx.x % 32;

@@ -1,4 +1,6 @@
-/* Grouped GEMM on mma.sync and cp.async: every device from Ampere on.
+/* Grouped GEMM on mma.sync and cp.async: every device from Ampere on. Many rows per expert are the wide kernel's
+ * (kernels/grouped_gemm_wide_sm80.cu) where it fits: not on devices with 99 KB of shared memory a block, nor where its
+ * offsets of 32 bits are too short. Those take the tiles of 64 and 128 rows here.
  *
  * A persistent block walks a tile list that it derives from expert_offsets itself, so that the host needs no counts.
  * Rows of x are gathered by the row index while they are copied to shared memory; gate and up columns lie side by side,

@@ -4,7 +4,8 @@
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
  * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
  *   producer       a warp, of which one thread starts the copies of both operands into the stages, running ahead into
- * the next tile scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *                  the next tile
+ *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for

@@ -8,10 +8,11 @@
 extern "C" {
 #endif
 
-/* Tile height of the sm80 tier, 16 to 64 or 256 rows, for max_rows rows spread over num_experts experts. A tile twice
+/* Tile height of the sm80 tier, 16, 32 or 256 rows, for max_rows rows spread over num_experts experts. A tile twice
  * as high reads the weights half as often and computes up to twice as many rows that are not there, so the height
  * follows the mean; an expert with more rows takes several tiles, whose weights the second one finds in the L2 cache.
- * 256 is the most that a tile of the wide kernel has: it computes no more rows than there are, in steps of 16. */
+ * 256 is the most that a tile of the wide kernel has, which computes no more rows than there are, in steps of 16; where
+ * that kernel does not fit, the narrow one takes 64 or 128. */
 int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
 
 /* Most rows of a tile of the wide kernel, 64 to 256: fewer where 256 would leave SMs without a tile. */

@@ -24,8 +24,8 @@
 namespace
 {
 
-/* One warp: lanes 0.. copy codes, 4.. scales, 8.. zeros, of one tile of 64 rows each, and from 16 on each a block of x.
- */
+/* One warp: lanes 0 to 3 copy codes, 4 to 7 scales, 8 to 11 zeros, of a tile of 64 rows each; from 16 on each copies a
+ * block of x. */
 template <kind_t kKind, typename Cut>
 __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
                                         const x_maps_t *x_maps)

@@ -10,11 +10,12 @@
 extern "C" {
 #endif
 
-/* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
- * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
 struct epmoei_route_args_t;
 struct epmoei_fp8_rows_t;
 struct epmoei_coded_rows_t;
+
+/* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
+ * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
 typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*topk)(const epmoe_topk_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*align)(const epmoe_align_args_t *args, epmoe_stream_t stream);
@@ -36,7 +37,8 @@ typedef struct epmoei_kernel_table_t {
      * overwrites the formats that it has a kernel for. On the CPU grouped_gemm takes every format. */
     epmoe_status_t (*grouped_gemm_fp8)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
     int64_t (*grouped_gemm_fp8_workspace)(const epmoe_grouped_gemm_args_t *args);
-    /* The same of rows that are quantised already, and to such: kernels/grouped_gemm_fp8.h. */
+    /* Hopper alone: the same of rows that are quantised already, and to such, and what brings rows that arrived in FP8
+     * into the sorted order (kernels/grouped_gemm_fp8.h). */
     epmoe_status_t (*grouped_gemm_fp8_rows)(const epmoe_grouped_gemm_args_t *args, const struct epmoei_fp8_rows_t *x,
                                             const struct epmoei_fp8_rows_t *y, epmoe_stream_t stream);
     epmoe_status_t (*gather_coded_rows)(const epmoe_grouped_gemm_args_t *args, const struct epmoei_coded_rows_t *from,

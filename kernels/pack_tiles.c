@@ -61,14 +61,6 @@ epmoei_quant_tiles_t epmoei_pack_tiles_layout(const epmoe_pack_tiles_args_t *arg
     return epmoei_quant_tiles(format, weight->scales_dtype, args->n, args->k, weight->group_size, args->gated);
 }
 
-epmoei_floor_t epmoei_pack_tiles_floor(const epmoe_pack_tiles_args_t *args)
-{
-    epmoei_quant_tiles_t tiles = epmoei_pack_tiles_layout(args);
-    return (epmoei_floor_t){.bytes = epmoei_weight_bytes(&args->weight, args->num_experts, args->n, args->k) +
-                                     (double)args->num_experts * (double)(tiles.data_bytes + tiles.scales_bytes +
-                                                                          (makes_zeros(args) ? tiles.zeros_bytes : 0))};
-}
-
 epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_pack_tiles_size_t *size)
 {
     epmoe_pack_tiles_args_t checked;

@@ -20,7 +20,6 @@ extern "C" {
 epmoe_status_t epmoei_pack_tiles_check(const epmoe_pack_tiles_args_t *args, epmoe_pack_tiles_args_t *out, bool sizes);
 /* One expert's tiles, from checked arguments. */
 epmoei_quant_tiles_t epmoei_pack_tiles_layout(const epmoe_pack_tiles_args_t *args);
-epmoei_floor_t epmoei_pack_tiles_floor(const epmoe_pack_tiles_args_t *args);
 
 epmoe_status_t epmoei_pack_tiles_cpu(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_pack_tiles_sm80(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream);

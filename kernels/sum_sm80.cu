@@ -4,10 +4,9 @@
 #include "kernels/rows_cuda.cuh"
 #include "kernels/sum.h"
 
-/* Elements of one thread where everything is aligned, and slots' rows that it loads before it adds the first. Many
- * threads with few rows each: forms that hold more rows a thread, and so fewer threads, were slower (docs/performance).
- * Where there are few threads anyhow, each waits for the memory once instead of twice.
- */
+/* Elements of one thread where everything is aligned, and slots' rows that it loads before it adds the first. Rows take
+ * registers, and many threads with few rows each have more under way than few threads with many (docs/performance).
+ * Where there are few threads anyhow, each waits for the memory once instead of twice. */
 static const int kRun = 8;
 static const int kRowsInFlight = 4;
 static const int kRowsOfFew = 8;
@@ -96,7 +95,7 @@ static epmoe_status_t launch(const epmoei_row_sum_t *sum, const char *op, epmoe_
     const int64_t threads = (int64_t)sum->num_tokens * (sum->hidden / kCount);
     if (sizeof(Y) == 2 && kCount == kRun && sum->top_k > kRowsInFlight &&
         threads <= (int64_t)kThreadsOfFew * epmoei_device_current()->num_sms)
-        kernel = row_sum_kernel < Y, Out, kCount, sizeof(Y) == 2 && kCount == kRun ? kRowsOfFew : kRowsInFlight > ;
+        kernel = row_sum_kernel<Y, Out, kCount, (sizeof(Y) == 2 && kCount == kRun ? kRowsOfFew : kRowsInFlight)>;
     return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, 0, stream, *sum), op);
 }
 

@@ -1,7 +1,9 @@
 /* Layers with FP8 on the wire, started by test_mpi_cuda.c under mpirun:
  *   mpi_cuda_wire SEED TRANSPORT...   over each of these the layer on x is the plain one, over the same ranks, on what
- * is left of x, bit for bit: with products that take the codes as they are, and others Prints "ok" per rank and exits
- * 0, or prints the error and exits 3. */
+ *                                     is left of x, bit for bit: with products that take the codes as they are, and
+ *                                     others
+ *
+ * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
 #include "base/device.h"
 #include "comm/ep_wire.h"
 #include "kernels/kernel_table.h"

@@ -120,8 +120,8 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
     epmoe_format_t format = layer->weights.formats.gate_up;
     bool rounded = bf16 && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_BF16);
     double error = testing_row_error(y, config->dtype, expected, num_tokens, config->hidden);
-    /* An output may be four times its row's rms and rounded the other way, by 2^-8 to 2^-7 of it in bf16, 2^-11 to 2^-10
-     * in fp16. A code of a quantised h falls the other way where h lies between two. */
+    /* An output may be four times its row's rms and rounded the other way, by 2^-8 to 2^-7 of it in bf16, 2^-11 to
+     * 2^-10 in fp16. A code of a quantised h falls the other way where h lies between two. */
     bool fp8 = config->fp8_activations == 1;
     cr_expect(error <= (fp8       ? 6e-2
                         : rounded ? 3e-2

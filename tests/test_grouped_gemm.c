@@ -361,9 +361,9 @@ Test(grouped_gemm, tile_choice)
 {
     static const struct {
         int32_t experts, rows, sm80, sm90;
-    } cases[] = {{128, 8, 16, 32},     {8, 128, 16, 32},    {8, 136, 32, 32},       {128, 3072, 32, 64},
+    } cases[] = {{128, 8, 16, 32},     {8, 128, 16, 32},     {8, 136, 32, 32},       {128, 3072, 32, 64},
                  {128, 4096, 256, 64}, {128, 8192, 256, 96}, {256, 32768, 256, 192}, {128, 32768, 256, 256},
-                 {8, 16384, 256, 256}, {1, 1, 16, 32},      {4096, 4096, 16, 32}};
+                 {8, 16384, 256, 256}, {1, 1, 16, 32},       {4096, 4096, 16, 32}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         cr_expect_eq(epmoei_grouped_gemm_tile_sm80(cases[i].experts, cases[i].rows), cases[i].sm80, "case %zu", i);
         cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
