@@ -142,7 +142,8 @@ done
 if [ -n "$cut_at" ]; then
     (
         while [ "$(sent one data)" -lt "$cut_at" ]; do sleep 0.05; done
-        for interface in "${cut[@]}"; do on one ip link set "$interface" down; done
+        # All in one process, so that nothing happens between.
+        printf 'link set %s down\n' "${cut[@]}" | on one ip -batch -
     ) &
 fi
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
