@@ -196,7 +196,8 @@ Test(mpi_two_hosts, host_is_out_of_reach, .timeout = 150)
     run = run_hosts("--limit 40 --cut-all 200000 --map-by node sh -c '" BENCH " --checkpoint \"" GOLDEN "/mixtral\" "
                     "--tokens 64 --iters 1000000 --timeout %d >%s/$OMPI_COMM_WORLD_RANK 2>&1; "
                     "echo code $? >>%s/$OMPI_COMM_WORLD_RANK'",
-                    TIMEOUT_S, folder, folder);
+                    PATIENCE_S, folder, folder);
+    cr_expect_geq(sent(&run, "one", "data"), 200000, "the job ended before the cut: %s", run.errors);
     cr_expect(run.exit_code != 0 && run.exit_code != 125, "exit %d: %s", run.exit_code, run.errors);
     int32_t reports_of_one = 0;
     for (int32_t r = 0; r < RANKS; r++) {
