@@ -4,8 +4,11 @@
  * active for ever, so everything they point to is kept for the life of the process. */
 #include <epmoe/epmoe_mpi.h>
 
+#include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -60,6 +63,30 @@ static void back_off(double idle_seconds)
         sched_yield();
     else
         nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+}
+
+/* MPI writes to sockets, and one whose peer has died raises SIGPIPE, which ends a process that has not provided for it.
+ * Here a dead peer is an error to be returned: while MPI works the signal is held back, and what came is dropped. */
+typedef struct held_t {
+    sigset_t pipe, before;
+} held_t;
+
+static held_t hold_sigpipe(void)
+{
+    held_t held;
+    sigemptyset(&held.pipe);
+    sigaddset(&held.pipe, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &held.pipe, &held.before);
+    return held;
+}
+
+static void release_sigpipe(const held_t *held)
+{
+    /* A caller who holds it back himself looks at it himself. */
+    if (sigismember(&held->before, SIGPIPE)) return;
+    while (sigtimedwait(&held->pipe, NULL, &(struct timespec){0}) < 0 && errno == EINTR) {
+    }
+    pthread_sigmask(SIG_SETMASK, &held->before, NULL);
 }
 
 static int32_t failed_call(const char *call, int code)
@@ -174,10 +201,9 @@ static int32_t wait_all(mpi_bootstrap_t *b, double timeout_s, int32_t *failed_pe
     return WAIT_DONE;
 }
 
-static int32_t mpi_all_gather(void *ctx, const void *send, void *recv, int64_t bytes, double timeout_s,
-                              int32_t *failed_peer)
+static int32_t gather(mpi_bootstrap_t *b, const void *send, void *recv, int64_t bytes, double timeout_s,
+                      int32_t *failed_peer)
 {
-    mpi_bootstrap_t *b = ctx;
     if (make_room(b, 2 * num_pieces(bytes) * (b->size - 1))) return WAIT_FAILED;
     if (b->gathered_bytes < bytes * b->size) {
         free(b->gathered);
@@ -198,10 +224,18 @@ static int32_t mpi_all_gather(void *ctx, const void *send, void *recv, int64_t b
     return result;
 }
 
-static int32_t mpi_exchange_begin(void *ctx, const epmoe_segment_t *sends, int32_t num_sends,
-                                  const epmoe_segment_t *recvs, int32_t num_recvs)
+static int32_t mpi_all_gather(void *ctx, const void *send, void *recv, int64_t bytes, double timeout_s,
+                              int32_t *failed_peer)
 {
-    mpi_bootstrap_t *b = ctx;
+    held_t held = hold_sigpipe();
+    int32_t result = gather(ctx, send, recv, bytes, timeout_s, failed_peer);
+    release_sigpipe(&held);
+    return result;
+}
+
+static int32_t begin(mpi_bootstrap_t *b, const epmoe_segment_t *sends, int32_t num_sends, const epmoe_segment_t *recvs,
+                     int32_t num_recvs)
+{
     int64_t count = 0;
     for (int32_t i = 0; i < num_sends; i++) count += num_pieces(sends[i].bytes);
     for (int32_t i = 0; i < num_recvs; i++) count += num_pieces(recvs[i].bytes);
@@ -218,9 +252,21 @@ static int32_t mpi_exchange_begin(void *ctx, const epmoe_segment_t *sends, int32
     return WAIT_DONE;
 }
 
+static int32_t mpi_exchange_begin(void *ctx, const epmoe_segment_t *sends, int32_t num_sends,
+                                  const epmoe_segment_t *recvs, int32_t num_recvs)
+{
+    held_t held = hold_sigpipe();
+    int32_t result = begin(ctx, sends, num_sends, recvs, num_recvs);
+    release_sigpipe(&held);
+    return result;
+}
+
 static int32_t mpi_exchange_finish(void *ctx, double timeout_s, int32_t *failed_peer)
 {
-    return wait_all(ctx, timeout_s, failed_peer);
+    held_t held = hold_sigpipe();
+    int32_t result = wait_all(ctx, timeout_s, failed_peer);
+    release_sigpipe(&held);
+    return result;
 }
 
 static void free_bootstrap(mpi_bootstrap_t *b)
@@ -249,7 +295,9 @@ static void mpi_release(void *ctx, int32_t failed)
         keep_bootstrap(b);
         return;
     }
+    held_t held = hold_sigpipe();
     if (!finalized) MPI_Comm_free(&b->comm);
+    release_sigpipe(&held);
     free_bootstrap(b);
 }
 
@@ -274,9 +322,10 @@ static epmoe_status_t duplicate(mpi_bootstrap_t *b, MPI_Comm comm, double timeou
         return EPMOE_ERROR_TRANSPORT;
     }
     if (!done) {
-        char text[160];
+        char text[192];
         snprintf(text, sizeof text,
-                 "communicator: rank %d of %d gave up after %.2f s: not every rank came to duplicate the communicator",
+                 "communicator: rank %d of %d gave up after %.2f s: not every rank came to duplicate the communicator, "
+                 "or MPI cannot reach it",
                  b->rank, b->size, timeout_s);
         return epmoe_set_last_error(EPMOE_ERROR_TIMEOUT, text);
     }
@@ -314,7 +363,9 @@ epmoe_status_t epmoe_bootstrap_create_mpi(MPI_Comm mpi_comm, double timeout_s, e
     MPI_Comm_size(mpi_comm, &size);
     b->rank = rank;
     b->size = size;
+    held_t held = hold_sigpipe();
     status = duplicate(b, mpi_comm, 0.9 * (timeout_s > 0 ? timeout_s : DEFAULT_TIMEOUT_S));
+    release_sigpipe(&held);
     if (status != EPMOE_OK) {
         keep_bootstrap(b);
         return status;

@@ -89,6 +89,7 @@ static void die(int signal_number)
 
 static void fail_soon(const char *kind)
 {
+    if (!strcmp(kind, "healthy")) return;
     if (!strcmp(kind, "absent")) sleep(1000);
     /* Within 20 ms, wherever it then is: computing, sending, waiting. */
     signal(SIGALRM, !strcmp(kind, "kill") ? die : stop_here);

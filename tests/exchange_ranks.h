@@ -18,8 +18,9 @@ epmoe_transport_t exchange_transport(const char *name);
 /* A communicator of all ranks; timeout_s 0 = default. */
 epmoe_comm_t *exchange_comm(epmoe_backend_t backend, epmoe_transport_t transport, double timeout_s);
 
-/* Exchanges rows until rank 1 stops ("stop"), dies ("kill") or leaves ("absent") in the middle. Every other rank prints
- * the error that it got and after what time, whether it was in time, and what a further call gives; then all end. */
+/* Exchanges rows until rank 1 stops ("stop"), dies ("kill") or leaves ("absent") in the middle, or, where all are
+ * "healthy", until something else is wrong. Every other rank prints the error that it got and after what time, whether
+ * it was in time, and what a further call gives; then all end. */
 void exchange_fault(const char *kind, epmoe_backend_t backend, epmoe_transport_t transport, double timeout_s);
 
 #endif

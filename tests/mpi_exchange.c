@@ -4,11 +4,13 @@
  *   mpi_exchange contract                  creation, its errors, destruction
  *   mpi_exchange unequal                   two sides of one exchange that do not match
  *   mpi_exchange stop|kill|absent S MARK   rank 1 stops, dies or leaves in the middle; timeout_s is S
+ *   mpi_exchange healthy S MARK            no rank does: the fault comes from outside
  * Prints "ok" per rank and exits 0, or prints the error and exits 3. MARK is for finding left-over processes. */
 #include "comm/comm.h"
 #include "tests/exchange_ranks.h"
 
 #include <epmoe/epmoe_mpi.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -132,6 +134,42 @@ static void cases(uint64_t seed)
 
 /* ------------------------------------------------------------------------------------------------------ contract */
 
+/* MPI's own function, between: as if every peer's socket were broken. */
+static bool pipes_break;
+
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int peer, int tag, MPI_Comm comm, MPI_Request *request)
+{
+    if (pipes_break) raise(SIGPIPE);
+    return PMPI_Isend(data, count, type, peer, tag, comm, request);
+}
+
+static bool pipe_is_pending(void)
+{
+    sigset_t pending;
+    sigpending(&pending);
+    return sigismember(&pending, SIGPIPE);
+}
+
+/* A SIGPIPE of MPI's does not end the process, which has not provided for one; a caller who holds it back still finds
+ * it. */
+static void broken_pipes(epmoe_comm_t *comm)
+{
+    sigset_t pipe, mask;
+    sigemptyset(&pipe);
+    sigaddset(&pipe, SIGPIPE);
+    pipes_break = true;
+    exchange_must(epmoe_comm_agree(comm, EPMOE_OK));
+    pthread_sigmask(SIG_BLOCK, NULL, &mask);
+    exchange_expect(!sigismember(&mask, SIGPIPE) && !pipe_is_pending(), "the signal mask is as it was");
+    pthread_sigmask(SIG_BLOCK, &pipe, NULL);
+    exchange_must(epmoe_comm_agree(comm, EPMOE_OK));
+    pipes_break = false;
+    exchange_expect(size == 1 || pipe_is_pending(), "the caller's own SIGPIPE");
+    int taken = 0;
+    if (pipe_is_pending()) sigwait(&pipe, &taken);
+    pthread_sigmask(SIG_UNBLOCK, &pipe, NULL);
+}
+
 static void contract(void)
 {
     epmoe_comm_t *comm = (epmoe_comm_t *)&size, *second = NULL;
@@ -174,6 +212,7 @@ static void contract(void)
     epmoe_comm_destroy(second);
     exchange_expect(epmoei_now_seconds() - start < 0.5, "destroying waits for a peer");
     exchange_must(epmoe_comm_agree(comm, EPMOE_OK));
+    broken_pipes(comm);
     epmoe_comm_destroy(comm);
 }
 

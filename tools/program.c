@@ -73,25 +73,6 @@ static bool start_mpi(program_t *program, int *argc, char ***argv)
     program->size = size;
     return true;
 }
-
-/* The ranks of a machine share the cores that any of them may run on. */
-static void share_cores(program_t *program)
-{
-    MPI_Comm local;
-    if (MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, program->rank, MPI_INFO_NULL, &local)) return;
-    int local_size;
-    cpu_set_t own, all;
-    CPU_ZERO(&own);
-    MPI_Comm_size(local, &local_size);
-    sched_getaffinity(0, sizeof own, &own);
-    MPI_Allreduce(&own, &all, (int)sizeof own, MPI_UNSIGNED_CHAR, MPI_BOR, local);
-    MPI_Comm_free(&local);
-    program->local_size = local_size;
-    int cores = CPU_COUNT(&all);
-    if (is_set("OMP_NUM_THREADS") || (int64_t)local_size * omp_get_max_threads() <= cores) return;
-    omp_set_num_threads(cores / local_size > 1 ? cores / local_size : 1);
-    program->threads_limited = true;
-}
 #endif
 
 int program_start(program_t *program, const char *name, int *argc, char ***argv)
@@ -110,11 +91,40 @@ int program_start(program_t *program, const char *name, int *argc, char ***argv)
                                   "program was built with%s",
                                   variable, getenv(variable), program->size,
                                   EPMOE_HAVE_MPI ? "" : " (it was built without MPI)");
-#if EPMOE_HAVE_MPI
-    if (program->mpi_started) share_cores(program);
-#endif
     program->num_threads = omp_get_max_threads();
     return PROGRAM_OK;
+}
+
+typedef struct place_t {
+    char host[256];
+    cpu_set_t cores;
+} place_t;
+
+/* The ranks of a machine share the cores that any of them may run on. Over the communicator and not over MPI: ranks
+ * that cannot reach each other find out within its timeout. */
+static epmoe_status_t share_cores(program_t *program)
+{
+    epmoe_status_t status = EPMOE_OK;
+    place_t own = {.host = ""}, *all = NULL;
+    gethostname(own.host, sizeof own.host - 1);
+    sched_getaffinity(0, sizeof own.cores, &own.cores);
+    status = epmoei_alloc_for((void **)&all, program->size * (int64_t)sizeof own, "places of the ranks");
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, status), done);
+    EPMOEI_CHECK_GOTO(epmoe_comm_all_gather(program->comm, &own, all, sizeof own), done);
+    program->local_size = 0;
+    for (int32_t r = 0; r < program->size; r++) {
+        if (strcmp(all[r].host, own.host)) continue;
+        program->local_size++;
+        CPU_OR(&own.cores, &own.cores, &all[r].cores);
+    }
+    int32_t cores = CPU_COUNT(&own.cores), share = cores / program->local_size;
+    program->threads_limited =
+        !is_set("OMP_NUM_THREADS") && (int64_t)program->local_size * omp_get_max_threads() > cores;
+    if (program->threads_limited) omp_set_num_threads(share > 1 ? share : 1);
+    program->num_threads = omp_get_max_threads();
+done:
+    epmoei_free(all);
+    return status;
 }
 
 epmoe_status_t program_connect_another(const program_t *program, const epmoe_comm_config_t *config, epmoe_comm_t **comm)
@@ -137,6 +147,7 @@ epmoe_status_t program_connect(program_t *program, const epmoe_comm_config_t *co
         return epmoei_fail(EPMOE_ERROR_TRANSPORT, "MPI cannot be started");
 #endif
     status = program_connect_another(program, config, &program->comm);
+    if (status == EPMOE_OK && program->size > 1) status = share_cores(program);
     program->broken = status == EPMOE_ERROR_TIMEOUT || status == EPMOE_ERROR_TRANSPORT ||
                       status == EPMOE_ERROR_INTERNAL || status == EPMOE_ERROR_OUT_OF_MEMORY;
     return status;

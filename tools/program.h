@@ -18,7 +18,7 @@ typedef struct program_t {
     const char *name;
     int32_t rank;
     int32_t size;
-    int32_t local_size;   /* ranks on this machine */
+    int32_t local_size;   /* ranks on this machine; 1 before program_connect */
     int32_t num_threads;  /* OpenMP threads of this rank */
     bool threads_limited; /* OMP_NUM_THREADS is unset and the ranks of this machine share its cores */
     bool mpi_started;
@@ -28,12 +28,13 @@ typedef struct program_t {
 } program_t;
 
 /* Starts MPI when a launcher's variables are there (a program started alone needs no MPI and must not depend on one),
- * finds rank and size and shares the cores between the ranks of a machine. Returns 0, or an exit code after reporting:
- * a launcher that started another number of processes than MPI knows of is PROGRAM_BAD_INPUT. Either way the caller
- * ends with program_finish. MPI may take its own arguments out of argc and argv. */
+ * and finds rank and size. Returns 0, or an exit code after reporting: a launcher that started another number of
+ * processes than MPI knows of is PROGRAM_BAD_INPUT. Either way the caller ends with program_finish. MPI may take its
+ * own arguments out of argc and argv. */
 int program_start(program_t *program, const char *name, int *argc, char ***argv);
 
-/* Makes program->comm over all ranks. Collective, bounded by config->timeout_s (0 = 30). Reports nothing. */
+/* Makes program->comm over all ranks and shares the cores between the ranks of a machine. Collective, bounded by
+ * config->timeout_s (0 = 30). Reports nothing. */
 epmoe_status_t program_connect(program_t *program, const epmoe_comm_config_t *config);
 
 /* One more over all ranks, as program_connect makes it; the caller destroys it. */

@@ -18,8 +18,10 @@ extern "C" {
  * calling thread: MPI_THREAD_SINGLE is enough for a program with one thread, MPI_THREAD_SERIALIZED otherwise.
  * config NULL = defaults. Waits are polled and end within config->timeout_s, those of the duplication and those of the
  * creation each. Ranks may outnumber cores: a waiting rank gives its core away.
- * After a timeout or a dead peer MPI_Finalize may wait for that peer for ever: end such a program with MPI_Abort.
- * Errors: as epmoe_comm_create; INVALID_ARGUMENT for MPI_COMM_NULL; BAD_STATE before MPI_Init or after MPI_Finalize. */
+ * SIGPIPE, which MPI's sockets raise when a peer has died, is held back in the calling thread during a call and
+ * dropped. After a timeout or a dead peer MPI_Finalize may wait for that peer for ever: end such a program with
+ * MPI_Abort. Errors: as epmoe_comm_create; INVALID_ARGUMENT for MPI_COMM_NULL; BAD_STATE before MPI_Init or after
+ * MPI_Finalize. */
 EPMOE_API epmoe_status_t epmoe_comm_create_mpi(MPI_Comm mpi_comm, const epmoe_comm_config_t *config,
                                                epmoe_comm_t **comm);
 
