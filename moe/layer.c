@@ -59,7 +59,7 @@ static epmoe_status_t find_max_rows(epmoe_layer_t *layer)
 epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
 {
     epmoei_layer_workspace_t workspace;
-    /* On the CPU, and before there are weights, that of plain ones. */
+    /* On the CPU, and before there are weights, that of what the layout assumes. */
     const epmoei_packed_weights_t *weights =
         layer->weights_memory && layer->backend == EPMOE_BACKEND_CUDA ? &layer->weights : NULL;
     EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &layer->config, layer->backend, layer->local_experts,

@@ -123,12 +123,24 @@ static epmoe_format_t plain_format(const epmoe_layer_config_t *config)
                                                              : config->weight_format;
 }
 
+/* What stands for experts that are not there yet: plain weights; on the CPU, which sizes its workspace but once, those
+ * beside which x is quantised where the config asks for it, since that takes a copy of x. */
+static epmoe_weight_t assumed_weight(const epmoe_layer_config_t *config, epmoe_backend_t backend)
+{
+    const epmoei_pack_shape_t pack = {.format = EPMOE_FORMAT_FP8_BLOCK, .scales_dtype = EPMOE_F32};
+    const epmoei_pack_arrays_t arrays = {0};
+    if (backend == EPMOE_BACKEND_CPU && config->fp8_activations == 1)
+        return epmoei_layer_weight(backend, pack.format, &pack, NULL, &arrays);
+    return epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
+}
+
 /* The largest workspace of the grouped GEMMs that see all of this rank's tokens: router (on CUDA a kernel of its own),
  * shared expert and its gate. */
 static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe_backend_t backend,
                                        const epmoei_packed_weights_t *weights, int64_t *bytes)
 {
     const epmoe_weight_t plain = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
+    const epmoe_weight_t assumed = assumed_weight(config, backend);
     const struct {
         int32_t n;
         int32_t k;
@@ -140,12 +152,12 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         {2 * config->shared_intermediate, config->hidden, config->activation,
          weights ? epmoei_layer_weight(backend, weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
                                        weights->shared_gate_up, &weights->shared_gate_up_arrays)
-                 : plain,
+                 : assumed,
          config->shared_intermediate},
         {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
          weights ? epmoei_layer_weight(backend, weights->formats.shared_down, &weights->formats.shared_down_pack,
                                        weights->shared_down, &weights->shared_down_arrays)
-                 : plain,
+                 : assumed,
          config->shared_intermediate},
         {config->shared_gated, config->hidden, EPMOE_ACTIVATION_SIGMOID, plain, 0},
     };
@@ -202,7 +214,7 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
         experts.hidden = config->hidden;
         experts.intermediate = config->intermediate;
         experts.dtype = config->dtype;
-        experts.gate_up = experts.down = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
+        experts.gate_up = experts.down = assumed_weight(config, backend);
         if (weights) {
             experts.gate_up = epmoei_layer_weight(backend, weights->formats.gate_up, &weights->formats.gate_up_pack,
                                                   weights->gate_up, &weights->gate_up_arrays);

@@ -104,6 +104,38 @@ Test(mpi_check, fp8_on_the_wire)
     cr_expect_float_eq(errors[0], errors[1], 1e-5);
 }
 
+/* What FP8 takes from a row of one layer decides which experts the next one chooses: no chains. */
+Test(mpi_check, fp8_on_the_wire_of_every_family)
+{
+    for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
+        testing_process_t process = testing_run(120, "%s " TOOL " check '" GOLDEN "%s' --format json --wire fp8",
+                                                testing_mpirun(2), families[f].family);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", families[f].family, process.exit_code, process.errors);
+        cr_assert_eq(count_right(&process, (tolerances_t){6e-2, 6e-2}), families[f].items + families[f].decoder_bf16,
+                     "%s: %s", families[f].family, process.output);
+        testing_process_free(&process);
+    }
+}
+
+/* Ranks have one thread each: a workspace without room for the quantised x has none of another thread's to take. */
+Test(mpi_check, fp8_activations)
+{
+    static const char *const checked[] = {"qwen3_moe_fp8", "deepseek_v3_fp8"}; /* the latter with a shared expert */
+    for (size_t f = 0; f < sizeof checked / sizeof checked[0]; f++)
+        for (int ranks = 1; ranks <= 3; ranks += 2) {
+            testing_process_t process =
+                testing_run(120, "%s " TOOL " check '" GOLDEN "%s' --format json --dtype fp32 --act fp8",
+                            testing_mpirun(ranks), checked[f]);
+            cr_assert_eq(process.exit_code, 0, "%s, %d ranks: exit %d: %s", checked[f], ranks, process.exit_code,
+                         process.errors);
+            cr_assert_eq(count_right(&process, (tolerances_t){8e-2, 8e-2}), 4, "%s: %s", checked[f], process.output);
+            const char *block = strstr(process.output, ".moe\""), *error = block ? strstr(block, "rel_err") : NULL;
+            double least = 0;
+            cr_assert(error && sscanf(error, "rel_err\":%lf", &least) == 1 && least > 1e-2, "%s", process.output);
+            testing_process_free(&process);
+        }
+}
+
 Test(mpi_check, one_rank) { check_all(1); }
 Test(mpi_check, two_ranks) { check_all(2); }
 Test(mpi_check, three_ranks) { check_all(3); }
