@@ -244,6 +244,41 @@ Test(attention_config, refused)
     refuses("mixtral", HEADS "\"vocab_size\":100,\"rms_norm_eps\":1e-5" ROPE, BROKEN,
             "max_position_embeddings is missing", "");
     refuses("deepseek_v3", HEADS REST ROPE, BROKEN, "kv_lora_rank is missing", "");
+    refuses("qwen3_next", HEADS REST ROPE, UNKNOWN, "the row of qwen3_next in moe/families.c has no rule for attention",
+            "MoE blocks only");
+}
+
+/* Layers that differ from one another are kept in a table of 1024. */
+Test(attention_config, too_many_layers)
+{
+    enum { kLayers = 1025 };
+    static const struct {
+        const char *model_type;
+        const char *keys;
+        const char *message;
+    } cases[] = {
+        {"mixtral", "", "layer_types has 1025 entries: expected at most 1024"},
+        {"dots1", ",\"sliding_window\":8,\"max_window_layers\":4", "1025 layers with windows: expected at most 1024"},
+        {"llama4_text", "", "1025 layers: expected at most 1024"},
+    };
+    static char text[32 * kLayers];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        epmoei_model_config_t config;
+        epmoe_decoder_config_t decoder;
+        int used = snprintf(text, sizeof text,
+                            "{\"model_type\":\"%s\",\"hidden_size\":64,\"num_hidden_layers\":%d,\"num_experts\":16,"
+                            "\"moe_intermediate_size\":32,\"num_experts_per_tok\":4," HEADS REST ROPE "%s",
+                            cases[i].model_type, (int)kLayers, cases[i].keys);
+        if (i == 0)
+            for (int32_t layer = 0; layer < kLayers; layer++)
+                used += snprintf(text + used, sizeof text - (size_t)used, "%s\"full_attention\"",
+                                 layer ? "," : ",\"layer_types\":[");
+        snprintf(text + used, sizeof text - (size_t)used, i == 0 ? "]}" : "}");
+        build_save_text(dir, "config.json", text);
+        cr_assert_eq(epmoei_model_config_read(path, &config), EPMOE_OK, "%s", epmoe_last_error());
+        cr_assert_eq(epmoei_attention_config_of(&config.attention, 0, &decoder), EPMOE_ERROR_NOT_SUPPORTED);
+        cr_assert(strstr(epmoe_last_error(), cases[i].message), "%s", epmoe_last_error());
+    }
 }
 
 Test(attention_config, head)

@@ -260,6 +260,14 @@ Test(checkpoint_quant, malformed_files)
     add(&file, ".weight_scale", "BF16", 2, 1, NULL);
     add(&file, ".weight_shape", "I64", 2, 0, transposed);
     FAILS(UP ".weight_shape", "holds [4,2]", "expected [2,4]");
+    file = start_float8(FLOAT8(",\"num_bits\":4"), "F32", 1, 0, NULL);
+    FAILS("twice");
+    file = start_float8("\"quant_method\":\"compressed-tensors\",\"format\":\"float-quantized\",\"config_groups\":{"
+                        "\"group_0\":{\"weights\":{\"num_bits\":4}}}",
+                        "F32", 1, 0, NULL);
+    FAILS("num_bits is not 8");
+    folder_config("qwen3_moe", 2, FOLDER_QWEN ",\"quantization_config\":[4]");
+    folder_expect_fail(EPMOE_ERROR_FORMAT, "quantization_config is not an object", NULL);
 }
 
 #define CT(...)                                                                                                        \
@@ -313,6 +321,61 @@ Test(checkpoint_quant, compressed_tensors_needs_what_its_config_says)
     add(&file, ".weight_g_idx", "I32", 4, 0, g_idx);
     folder_save_model(&file);
     expect_up(EPMOE_FORMAT_CT_W4, (const double[]){6, 5, 6, 12, 40, 28, 32, 64});
+}
+
+/* One scale per row, said by its strategy alone. */
+Test(checkpoint_quant, compressed_tensors_by_channel)
+{
+    static const uint16_t scales[] = {0x3F80, 0x4000};
+    build_file_t file = start_ct(CT("\"strategy\":\"channel\""));
+    build_remove(&file, UP ".weight_scale");
+    add(&file, ".weight_scale", "BF16", 2, 1, scales);
+    folder_save_model(&file);
+    expect_up(EPMOE_FORMAT_CT_W4, (const double[]){-3, -2, -1, 0, 2, 4, 6, 8});
+    file = start_ct(CT("\"strategy\":\"channel\""));
+    FAILS(UP ".weight_scale", "[2,2]", "expected [2,1]", "strategy is channel");
+}
+
+/* The layer says that it is NOT_SUPPORTED, with this tensor and the reason, and leaves the config as it is. */
+static void expect_unsupported(const char *tensor, const char *reason)
+{
+    epmoe_checkpoint_t *checkpoint = folder_open(0);
+    epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+    const epmoe_layer_config_t untouched = config;
+    cr_assert_eq(epmoe_checkpoint_layer_config(checkpoint, 1, &config), EPMOE_ERROR_NOT_SUPPORTED, "%s", reason);
+    cr_assert(strstr(epmoe_last_error(), tensor), "\"%s\" is not in \"%s\"", tensor, epmoe_last_error());
+    cr_assert(strstr(epmoe_last_error(), reason), "\"%s\" is not in \"%s\"", reason, epmoe_last_error());
+    cr_assert_eq(memcmp(&config, &untouched, sizeof config), 0, "%s: the config was written", reason);
+    epmoe_checkpoint_close(checkpoint);
+}
+
+Test(checkpoint_quant, schemes_that_cannot_be_read_are_named)
+{
+    static const struct {
+        const char *quantization;
+        const char *reason;
+    } packed[] = {
+        {CT("\"actorder\":\"best\""), "actorder is best: expected group or weight"},
+        {CT("\"strategy\":\"block\""), "strategy is block: expected group or channel"},
+        {CT("\"type\":\"float\""), "type is float: expected int"},
+        {"\"quant_method\":\"compressed-tensors\",\"format\":\"marlin-24\",\"config_groups\":{\"g\":{\"weights\":{"
+         "\"num_bits\":4,\"group_size\":2}}},\"ignore\":[\"re:.*(gate|down)_proj$\",\"layers.0\","
+         "\"re:.*experts\\\\.[02].*\"]",
+         "format is marlin-24: expected pack-quantized or float-quantized"},
+    };
+    for (size_t i = 0; i < sizeof packed / sizeof packed[0]; i++) {
+        build_file_t file = start_ct(packed[i].quantization);
+        folder_save_model(&file);
+        expect_unsupported(UP ".weight_packed", packed[i].reason);
+    }
+    build_file_t file = start_float8(FLOAT8(",\"strategy\":\"token\""), "F32", 1, 0, NULL);
+    folder_save_model(&file);
+    expect_unsupported(UP ".weight", "strategy is token: expected tensor, channel or block");
+    file = start("\"quant_method\":\"fp8\",\"weight_block_size\":[128,64]" LIST);
+    add(&file, ".weight", "F8_E4M3", 2, 4, NULL);
+    add(&file, ".weight_scale_inv", "F32", 1, 1, NULL);
+    folder_save_model(&file);
+    expect_unsupported(UP ".weight", "weight_block_size is [128,64]: expected two equal numbers");
 }
 
 /* What another program may run but this one cannot: the file opens, its layer is NOT_SUPPORTED and says why. */

@@ -261,6 +261,39 @@ Test(comm, one_rank_hands_the_tokens_through)
     cr_assert_eq(epmoei_alloc_live(), live);
 }
 
+/* More tokens than the capacity, and halves of a dispatch out of order; then all goes on. */
+Test(comm, one_rank_out_of_order)
+{
+    int64_t live = epmoei_alloc_live();
+    epmoe_comm_t *comm = NULL;
+    epmoe_ep_t *ep = NULL;
+    cr_assert_eq(epmoe_comm_create(NULL, NULL, &comm), EPMOE_OK);
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = 3, config.top_k = 1, config.hidden = 2, config.max_tokens = 4, config.dtype = EPMOE_F32;
+    config.capacity = 2;
+    cr_assert_eq(epmoe_ep_create(comm, &config, &ep), EPMOE_OK);
+    const float x[6] = {1, 2, 3, 4, 5, 6}, weights[3] = {1, 1, 1};
+    const int32_t ids[3] = {0, 1, 2};
+    epmoe_dispatch_args_t args = EPMOE_DISPATCH_ARGS_INIT;
+    epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+    const epmoe_dispatch_result_t untouched = rows;
+    args.num_tokens = 3, args.x = x, args.ids = ids, args.weights = weights;
+    cr_assert_eq(epmoe_dispatch(ep, &args, &rows, NULL), EPMOE_ERROR_CAPACITY);
+    cr_assert(strstr(epmoe_last_error(), "rank 0 would receive 3 rows, its capacity is 2"), "%s", epmoe_last_error());
+    cr_assert_eq(epmoei_dispatch_finish(ep, &rows, NULL), EPMOE_ERROR_BAD_STATE);
+    cr_assert(strstr(epmoe_last_error(), "finish without a begin"), "%s", epmoe_last_error());
+    cr_assert_eq(memcmp(&rows, &untouched, sizeof rows), 0);
+    args.num_tokens = 2;
+    cr_assert_eq(epmoei_dispatch_begin(ep, &args, EPMOE_OK, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoei_dispatch_begin(ep, &args, EPMOE_OK, NULL), EPMOE_ERROR_BAD_STATE);
+    cr_assert(strstr(epmoe_last_error(), "the one before has not been finished"), "%s", epmoe_last_error());
+    cr_assert_eq(epmoei_dispatch_finish(ep, &rows, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(*rows.num_rows == 2 && rows.max_rows == 2 && rows.x == x);
+    epmoe_ep_destroy(ep);
+    epmoe_comm_destroy(comm);
+    cr_assert_eq(epmoei_alloc_live(), live);
+}
+
 /* Hand-worked: y 3 rows of 10 f32 = 120 bytes and one capacity of 8 bytes, each rounded up to 256. */
 Test(comm, buffer_size)
 {
@@ -282,6 +315,16 @@ Test(comm, buffer_size)
     cr_assert_eq(bytes, 768);
     bytes = 5;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 0, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, -1, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "max_recv_rows is -1"), "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, (int64_t)INT32_MAX + 1, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "max_recv_rows is 2147483648"), "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, NULL), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "bytes is NULL"), "%s", epmoe_last_error());
+    config.comm_sms = -1;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "config.comm_sms is -1"), "%s", epmoe_last_error());
+    config.comm_sms = 0;
     config.wire_dtype = EPMOE_F16;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
     cr_assert(strstr(epmoe_last_error(), "wire_dtype is f16"), "%s", epmoe_last_error());

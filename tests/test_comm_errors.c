@@ -395,3 +395,55 @@ Test(comm_errors, no_memory_on_one_rank)
         cr_assert(own == 1 && peers == 2, "allocation %lld: %d without memory, %d told so", (long long)n, own, peers);
     }
 }
+
+typedef struct question_t {
+    int32_t asked, over_at; /* over with so many questions; 0 = never */
+    epmoe_status_t status;  /* what the over_at-th question gives */
+} question_t;
+
+static epmoe_status_t ask(void *ctx, bool *over)
+{
+    question_t *question = ctx;
+    if (++question->asked != question->over_at) return EPMOE_OK;
+    *over = question->status == EPMOE_OK;
+    return question->status == EPMOE_OK ? EPMOE_OK : epmoei_fail(question->status, "the answer is no");
+}
+
+/* Waiting for something asynchronous: until it is over, fails or takes too long; then the communicator is done for. */
+Test(comm_errors, waits)
+{
+    static const struct {
+        question_t question;
+        epmoe_status_t status;
+        const char *message;
+    } cases[] = {
+        {{.over_at = 1}, EPMOE_OK, ""},
+        {{.over_at = 40}, EPMOE_OK, ""},
+        {{.over_at = 3, .status = EPMOE_ERROR_CUDA}, EPMOE_ERROR_CUDA, "a phase: the answer is no"},
+        {{.over_at = 0}, EPMOE_ERROR_TIMEOUT, "a phase: rank 0 of 1 gave up after"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
+        epmoe_comm_t *comm = NULL;
+        config.timeout_s = 0.2;
+        cr_assert_eq(epmoe_comm_create(NULL, &config, &comm), EPMOE_OK, "%s", epmoe_last_error());
+        cr_assert_eq(epmoei_comm_enter(comm), EPMOE_OK);
+        question_t question = cases[i].question;
+        double start = epmoei_now_seconds();
+        cr_assert_eq(epmoei_comm_wait(comm, "a phase", "nobody came", ask, &question), cases[i].status, "case %zu: %s",
+                     i, epmoe_last_error());
+        double waited = epmoei_now_seconds() - start;
+        if (cases[i].question.over_at) cr_assert_eq(question.asked, cases[i].question.over_at);
+        if (cases[i].status == EPMOE_OK) {
+            cr_assert_eq(epmoei_comm_enter(comm), EPMOE_OK);
+        } else {
+            cr_assert(strstr(epmoe_last_error(), cases[i].message), "%s", epmoe_last_error());
+            cr_assert_eq(epmoei_comm_enter(comm), EPMOE_ERROR_BAD_STATE);
+        }
+        if (cases[i].status == EPMOE_ERROR_TIMEOUT) {
+            cr_assert(question.asked > 1 && waited >= 0.1, "%d questions in %g s", question.asked, waited);
+        }
+        epmoe_comm_destroy(comm);
+        cr_assert_eq(epmoei_alloc_live(), 0);
+    }
+}

@@ -94,6 +94,17 @@ Test(decoder, another_models_checkpoint)
     decoder_case_make(&g, 0, EPMOE_F32, NULL);
     EXPECT_STATUS(epmoe_decoder_load_checkpoint(g.decoder, g.checkpoint, 1, NULL), EPMOE_ERROR_MISMATCH,
                   "window is 8 and the checkpoint's is 0");
+    /* The same attention in a model of another width. */
+    decoder_case_t wide = decoder_case_open("qwen3_moe", 0);
+    wide.mlp.hidden *= 2;
+    wide.mlp.dtype = EPMOE_F32;
+    wide.mlp.max_tokens = 1;
+    cr_assert_eq(epmoe_decoder_create(&wide.config, &wide.mlp, NULL, &wide.decoder), EPMOE_OK, "%s",
+                 epmoe_last_error());
+    char widths[80];
+    snprintf(widths, sizeof widths, "hidden is %d and the checkpoint's is %d", 2 * wide.hidden, wide.hidden);
+    EXPECT_STATUS(epmoe_decoder_load_checkpoint(wide.decoder, wide.checkpoint, 0, NULL), EPMOE_ERROR_MISMATCH, widths);
+    decoder_case_close(&wide);
     free(y);
     decoder_case_close(&c);
     decoder_case_close(&g);
@@ -118,6 +129,11 @@ Test(decoder, wrong_arguments_change_nothing)
     make_without_cache(&c, 0, EPMOE_F32);
     int64_t key_bytes, value_bytes, row = c.hidden;
     cr_assert_eq(epmoe_decoder_block_bytes(&c.config, EPMOE_F32, &key_bytes, &value_bytes), EPMOE_OK);
+    cr_assert(key_bytes == kDecoderBlock * 2 * 16 * 4 && value_bytes == key_bytes);
+    EXPECT_STATUS(epmoe_decoder_block_bytes(&c.config, EPMOE_F32, NULL, &value_bytes), EPMOE_ERROR_INVALID_ARGUMENT,
+                  "key_bytes is NULL");
+    EXPECT_STATUS(epmoe_decoder_block_bytes(&c.config, EPMOE_F32, &key_bytes, NULL), EPMOE_ERROR_INVALID_ARGUMENT,
+                  "value_bytes is NULL");
     cr_assert(key_bytes == kDecoderBlock * 2 * 16 * 4 && value_bytes == key_bytes);
     void *keys = testing_buffer(kBlocks * key_bytes, 0), *values = testing_buffer(kBlocks * value_bytes, 0);
     float *y = testing_buffer(kDecoderTokens * row * 4, 4);
@@ -346,6 +362,13 @@ Test(decoder, tied_head)
     EXPECT_STATUS(epmoe_head_create(&config, &head), EPMOE_ERROR_INVALID_ARGUMENT, "vocab_size is 0");
     cr_assert_null(head);
     config.vocab_size = 96;
+    for (int wrong = 0; wrong < 2; wrong++) {
+        config.norm_eps = wrong ? NAN : 1;
+        EXPECT_STATUS(epmoe_head_create(&config, &head), EPMOE_ERROR_INVALID_ARGUMENT,
+                      wrong ? "norm_eps is nan" : "norm_eps is 1: expected 0 to 1");
+        cr_assert_null(head);
+    }
+    config.norm_eps = 1e-5f;
     cr_assert_eq(epmoe_head_create(&config, &head), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_head_load_checkpoint(head, checkpoint), EPMOE_OK, "%s", epmoe_last_error());
 

@@ -216,6 +216,30 @@ Test(layer_weights, none_are_left_after_a_failed_load)
     epmoe_layer_destroy(layer);
 }
 
+/* MXFP4 has a scale for every 32 columns. */
+Test(layer_weights, random_weights_in_a_format_that_does_not_fit)
+{
+    static const struct {
+        int32_t hidden, intermediate, shared;
+    } wrong[] = {{72, 64, 32}, {64, 40, 32}, {64, 64, 16}};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+        config.hidden = wrong[i].hidden, config.intermediate = wrong[i].intermediate;
+        config.shared_intermediate = wrong[i].shared;
+        config.num_experts = 4, config.top_k = 2, config.max_tokens = 1, config.dtype = EPMOE_F32;
+        config.weight_format = EPMOE_FORMAT_MXFP4;
+        epmoe_layer_t *layer = create(&config);
+        char expected[128];
+        snprintf(expected, sizeof expected, "mxfp4 with hidden %d, intermediate %d, shared_intermediate %d",
+                 wrong[i].hidden, wrong[i].intermediate, wrong[i].shared);
+        cr_assert_eq(epmoe_layer_set_random_weights(layer, 1), EPMOE_ERROR_NOT_SUPPORTED);
+        cr_assert(strstr(epmoe_last_error(), expected), "%s", epmoe_last_error());
+        cr_assert(strstr(epmoe_last_error(), "multiples of 32"), "%s", epmoe_last_error());
+        cr_assert(!layer->has_weights);
+        epmoe_layer_destroy(layer);
+    }
+}
+
 /* Each element is a function of (seed, tensor, global expert, element) alone: filled piece by piece, in any order, by a
  * rank that owns this expert or by any other. */
 Test(layer_weights, random_weights_are_those_of_the_generator)

@@ -4,6 +4,7 @@
 
 #include <criterion/criterion.h>
 #include <stdio.h>
+#include <unistd.h>
 
 static char dir[256];
 static char path[300];
@@ -193,6 +194,18 @@ Test(model_config, refused)
                 "topk_group is 5", "4");
     expect_fail(EPMOE_ERROR_FORMAT, "{\"model_type\":\"deepseek_v3\"," SHAPE ",\"n_group\":8,\"topk_group\":1}",
                 "num_experts_per_tok is 4", "at most 2");
+}
+
+/* Of a file that is no config.json nothing is read but what it takes to see that. */
+Test(model_config, other_files)
+{
+    epmoei_model_config_t config;
+    expect_fail(EPMOE_ERROR_FORMAT, "[{\"model_type\":\"mixtral\"}]", "the JSON is not an object", "");
+    cr_assert_eq(read_text("{", &config), EPMOE_ERROR_FORMAT);
+    cr_assert_eq(truncate(path, 100000001), 0);
+    cr_assert_eq(epmoei_model_config_read(path, &config), EPMOE_ERROR_FORMAT);
+    cr_assert(strstr(epmoe_last_error(), path), "%s", epmoe_last_error());
+    cr_assert(strstr(epmoe_last_error(), "has 100000001 bytes: expected at most 100000000"), "%s", epmoe_last_error());
 }
 
 Test(model_config, sizes_out_of_range)

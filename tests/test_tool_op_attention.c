@@ -131,7 +131,7 @@ Test(tool_op_attention, fp8_cache_and_padding)
 
 Test(tool_op_attention, attention_refuses)
 {
-    const float keys[8] = {0};
+    const float keys[16] = {0};
     TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys},
                   {"value_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys});
     refuses("attention", "", "key_cache|[2,2,1,2]|[N,Hk,D/x,bs,x]");
@@ -149,6 +149,16 @@ Test(tool_op_attention, attention_refuses)
     TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys});
     refuses("attention", "--set layout=nhd", "value_cache|missing|value_dim");
     refuses("attention", "--set layout=nhd value_dim=3", "value_dim is 3|head_dim 2");
+    TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys},
+                  {"value_cache", EPMOE_BF16, 4, {2, 2, 1, 2}, keys});
+    refuses("attention", "--set layout=nhd", "value_cache|dtype bf16|key_cache, f32");
+    TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 0, 2}, keys});
+    refuses("attention", "--set layout=nhd value_dim=2", "key_cache|no heads");
+    TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 4, {2, 2, 1, 2}, keys},
+                  {"value_cache", EPMOE_F32, 4, {2, 2, 1, 0}, keys});
+    refuses("attention", "--set layout=nhd", "value_cache|no columns");
+    TESTING_WRITE("in", SEQUENCE, {"key_cache", EPMOE_F32, 5, {2, 1, 2, 2, 2}, keys});
+    refuses("attention", "--set value_dim=2", "key_cache|2 packs of 2|2 columns");
 }
 
 /* Probabilities .1 .2 .3 .4, and a row without any. */

@@ -40,7 +40,8 @@ typedef struct testing_process_t {
     char *output; /* stdout, then stderr; free with testing_process_free */
     char *errors;
 } testing_process_t;
-/* Runs `command` with /bin/sh in its own process group; the whole group is killed at the limit. */
+/* Runs `command` with /bin/sh in its own process group; the whole group is killed at the limit, which
+ * EPMOE_TEST_SLOWDOWN stretches so many times: for programs built to be watched. */
 testing_process_t testing_run(double limit_s, const char *command_format, ...) EPMOEI_PRINTF(2, 3);
 void testing_process_free(testing_process_t *process);
 /* "mpirun ... -np N" with what root, few cores and one thread per rank need. */

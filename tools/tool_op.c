@@ -140,8 +140,6 @@ static int work(const program_t *program, const op_arguments_t *arguments)
                                   arguments->in ? "--out" : "--in", usage);
     epmoe_backend_t backend;
     epmoe_status_t status = epmoe_backend_resolve((epmoe_backend_t)arguments->backend, &backend);
-    if (status == EPMOE_OK && !op->run)
-        status = epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "op is %s: this version does not have it yet", op->name);
     if (status != EPMOE_OK) return program_report(program, status);
 
     op_context_t context;
