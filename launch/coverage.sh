@@ -14,7 +14,7 @@ command -v python3 >/dev/null || die "there is no python3: install python3 (Debi
 need_to_build
 need libcriterion-dev pkg-config
 # Without optimization the references are too slow for the tests' limits. Threads share the counters.
-build build-coverage -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DCMAKE_BUILD_TYPE=None \
+CC=gcc CXX=g++ build build-coverage -DCMAKE_BUILD_TYPE=None \
     -DCMAKE_C_FLAGS='-O2 -g --coverage -fprofile-update=atomic' -DEPMOE_CUDA=OFF -DEPMOE_MPI=ON -DEPMOE_TESTS=ON
 find build-coverage -name '*.gcda' -delete
 mpi_environment 8
