@@ -27,6 +27,7 @@ ctest --test-dir build-coverage --output-on-failure -L 'cpu|mpi' -E "$checks" "$
 if command -v gcovr >/dev/null; then
     mkdir -p build-coverage/html
     gcovr --root . --object-directory build-coverage --exclude tests/ --exclude build-coverage/ \
+        --exclude-directories '.*/CompilerIdC.*' \
         --html-details build-coverage/html/index.html build-coverage
     say "the sources with their counts: build-coverage/html/index.html"
 else
