@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Line coverage of the host code by the tests that need no device: builds with gcc --coverage in build-coverage/, runs
-# the tests of one process and those under mpirun, prints the coverage per folder and fails below 90 %. Every process
-# counts, forked or started by mpirun, unless it is killed. With gcovr installed it also writes the sources as HTML.
+# the tests of one process and those under mpirun, prints the coverage per folder and fails below 90 % of the library
+# or the tools. Every process counts, forked or started by mpirun, unless it is killed. With gcovr installed it also
+# writes the sources as HTML.
 #
 #   launch/coverage.sh [ARGUMENT OF ctest...]       for example: launch/coverage.sh -R topk
 set -euo pipefail
@@ -13,7 +14,7 @@ command -v python3 >/dev/null || die "there is no python3: install python3 (Debi
 need_to_build
 need libcriterion-dev pkg-config
 # Without optimization the references are too slow for the tests' limits. Threads share the counters.
-build build-coverage -DCMAKE_C_COMPILER=gcc -DCMAKE_CXX_COMPILER=g++ -DCMAKE_BUILD_TYPE=None \
+CC=gcc CXX=g++ build build-coverage -DCMAKE_BUILD_TYPE=None \
     -DCMAKE_C_FLAGS='-O2 -g --coverage -fprofile-update=atomic' -DEPMOE_CUDA=OFF -DEPMOE_MPI=ON -DEPMOE_TESTS=ON
 find build-coverage -name '*.gcda' -delete
 mpi_environment 8
@@ -26,6 +27,7 @@ ctest --test-dir build-coverage --output-on-failure -L 'cpu|mpi' -E "$checks" "$
 if command -v gcovr >/dev/null; then
     mkdir -p build-coverage/html
     gcovr --root . --object-directory build-coverage --exclude tests/ --exclude build-coverage/ \
+        --exclude-directories '.*/CompilerIdC.*' \
         --html-details build-coverage/html/index.html build-coverage
     say "the sources with their counts: build-coverage/html/index.html"
 else
