@@ -27,7 +27,6 @@ have() {
     cmake) command -v cmake ;;
     git) command -v git ;;
     openmpi-bin) command -v mpirun ;;
-    iproute2) PATH=$PATH:/usr/sbin:/sbin command -v ip ;;
     libopenmpi-dev) command -v mpicc ;;
     libopenblas-dev) compiles cblas.h openblas ;;
     libjansson-dev) compiles jansson.h jansson ;;

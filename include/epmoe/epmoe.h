@@ -1074,8 +1074,9 @@ typedef struct epmoe_ep_config_t {
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
-/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank). The communicator
- * must outlive the object. On failure *ep is NULL on every rank. */
+/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank); INVALID_ARGUMENT
+ * for a field out of its range, a wire_dtype that is neither of the two too. The communicator must outlive the object.
+ * On failure *ep is NULL on every rank. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
 /* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
