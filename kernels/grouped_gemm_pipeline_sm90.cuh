@@ -10,26 +10,28 @@ namespace
 
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
-constexpr int kMostStages = 8;
+constexpr int kFewestStages = 3, kMostStages = 8;
+constexpr int kCuts = kMostStages - kFewestStages + 1;
 constexpr int kNotes = 3;                /* tiles that are noted: one is stored, one is multiplied, one is looked up */
 constexpr int kNarrow = 64, kWide = 256; /* most tokens of the two kernels */
 
 struct pipeline_t {
-    int32_t max_n;   /* most tokens of a tile: a multiple of 32 */
-    int32_t stages;  /* <= kMostStages */
-    int32_t way;     /* epilogue_way_t */
-    int32_t cluster; /* blocks that share their tokens: 1 or 2 */
-    int32_t ordered; /* experts by the width of their tiles instead of by number */
+    int32_t max_n;       /* most tokens of a tile: a multiple of 32 */
+    int32_t stage_bytes; /* of all stages */
+    int32_t way;         /* epilogue_way_t */
+    int32_t cluster;     /* blocks that share their tokens: 1 or 2 */
+    int32_t ordered;     /* experts by the width of their tiles instead of by number */
 };
 
-typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
+/* A set for each number of stages. */
+typedef pipeline_barriers_t<kCuts * kMostStages, kNotes> barriers_t;
 
 /* Byte offsets in shared memory: stages, staging of two warpgroups, notes of kNotes tiles, barriers, tile list. */
 struct shared_layout {
     int32_t staging, notes, notes_bytes, barriers, cumulative;
     __host__ __device__ explicit shared_layout(const pipeline_t &l)
     {
-        staging = l.stages * (kWeightBytes + l.max_n * kBlockK * 2);
+        staging = l.stage_bytes;
         notes = staging + 2 * kStagingBytes;
         notes_bytes = (int32_t)sizeof(notes_t) + 3 * l.max_n * 4;
         barriers = notes + kNotes * notes_bytes;
@@ -88,6 +90,7 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_
     int32_t each = tile_width(rows, row_tiles);
     tile.row = first + local % row_tiles * each;
     tile.rows = max(0, min(each, first + rows - tile.row));
+    tile.widest = each;
     tile.width = round_width(tile.rows);
     tile.cluster = local / row_tiles;
     return tile;
@@ -98,7 +101,6 @@ struct block_t {
     pipeline_t line;
     char *shared;
     uint32_t base; /* of the stages */
-    int32_t stage_bytes;
     char *notes;
     int32_t notes_bytes;
     barriers_t *barriers;
@@ -115,6 +117,28 @@ struct block_t {
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
     __device__ __forceinline__ float2 *scales_of(int32_t i) const { return (float2 *)(rows_of(i) + line.max_n); }
 };
+
+/* How the stages' memory is cut: into as many stages as the widest tile of an expert allows, since what is under way
+ * must not become less where tiles are narrow. Experts come by that width, so that a block cuts anew a few times at
+ * most. */
+struct cut_t {
+    int32_t stages;
+    int32_t bytes; /* of a stage */
+    uint32_t full; /* its barriers */
+    __device__ __forceinline__ uint32_t empty() const { return full + kCuts * kMostStages * 8; }
+};
+
+__device__ __forceinline__ int32_t step_bytes(int32_t width) { return kWeightBytes + width * kBlockK * 2; }
+
+__device__ __forceinline__ cut_t cut_for(const block_t &b, const tile_t &tile)
+{
+    constexpr int kSwizzleBytes = 1024;
+    cut_t cut;
+    cut.stages = min(kMostStages, b.line.stage_bytes / step_bytes(b.line.ordered ? tile.widest : b.line.max_n));
+    cut.bytes = b.line.stage_bytes / cut.stages & -kSwizzleBytes;
+    cut.full = ptx_shared_address(&b.barriers->full[(cut.stages - kFewestStages) * kMostStages]);
+    return cut;
+}
 
 /* The steps of this block's tiles in order, and what the copies of a step need. */
 struct walk_t {

@@ -2,7 +2,8 @@
  *
  * Weights take wgmma's 64-row side and tokens its column side, which comes in multiples of 8: an expert with m rows is
  * cut evenly into ceil(m / max_n) tiles, each as wide as its rows need, so that neither 8 rows nor 300 waste much.
- * A block holds 128 rows of w and up to max_n tokens in each of its stages. Roles by warp:
+ * A block holds 128 rows of w and up to max_n tokens in each of its stages, of which there are more where tiles are
+ * narrower. Roles by warp:
  *   producer       a warp, of which one thread starts the copies of both operands into the stages, running ahead into
  *                  the next tile
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
@@ -25,20 +26,20 @@ namespace
 {
 
 /* The weights of a step into its stage, whose barrier then also waits for the tokens. */
-__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const cut_t &cut, const ring_t &ring,
                                              const CUtensorMap *w_map)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kBlockK * 2);
-    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
+    const uint32_t done = cut.full + 8 * ring.stage;
+    ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width));
+    ptx_tma_load_5d(b.base + ring.stage * cut.bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
                     at.tile.expert);
 }
 
-__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const ring_t &ring,
+__device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const cut_t &cut, const ring_t &ring,
                                             const x_maps_t *x_maps)
 {
-    const uint32_t done = ptx_shared_address(&b.barriers->full[ring.stage]);
-    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes;
+    const uint32_t done = cut.full + 8 * ring.stage;
+    const uint32_t to = b.base + ring.stage * cut.bytes + kWeightBytes;
     if (at.part == 0) return; /* 8 tokens: all of them are the other block's */
     const CUtensorMap *map = &x_maps->map[at.part / 8 - 1];
     if (b.line.cluster == 1)
@@ -47,37 +48,52 @@ __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, 
         ptx_tma_load_2d_multicast(to + at.first * kBlockK * 2, map, done, at.step * kBlockK, at.tile.row + at.first, 3);
 }
 
+/* To the stages of another cut, which lie across these: all of them must have been read. */
+__device__ __forceinline__ void change_cut(cut_t &cut, const cut_t &next, ring_t &ring)
+{
+    for (int32_t i = 0; i < cut.stages; i++, ring.advance(cut.stages))
+        wait_barrier(cut.empty() + 8 * ring.stage, ring.parity ^ 1);
+    cut = next;
+    ring = {0, 0};
+}
+
 /* One warp. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
  * one ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
-    const uint32_t empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
     bool more = at.enter(p, b);
+    cut_t cut = {};
+    if (more) cut = cut_for(b, at.tile);
     if (p.chained) {
         walk_t first = at;
         ring_t place = ring;
         int32_t early = 0;
-        for (; more && early < b.line.stages; early++) {
-            if (ptx_elect_one()) load_weights(b, at, ring, w_map);
+        for (; more && early < cut.stages; early++) {
+            if (at.step == 0 && cut_for(b, at.tile).stages != cut.stages) break;
+            if (ptx_elect_one()) load_weights(b, at, cut, ring, w_map);
             more = at.advance(p, b);
-            ring.advance(b.line.stages);
+            ring.advance(cut.stages);
         }
         epmoei_begin_dependent();
         for (; early > 0; early--) {
-            if (ptx_elect_one()) load_tokens(b, first, place, x_maps);
+            if (ptx_elect_one()) load_tokens(b, first, cut, place, x_maps);
             first.advance(p, b);
-            place.advance(b.line.stages);
+            place.advance(cut.stages);
         }
     }
-    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+    for (; more; more = at.advance(p, b), ring.advance(cut.stages)) {
+        if (at.step == 0) {
+            const cut_t next = cut_for(b, at.tile);
+            if (next.stages != cut.stages) change_cut(cut, next, ring);
+        }
+        wait_barrier(cut.empty() + 8 * ring.stage, ring.parity ^ 1);
         if (ptx_elect_one()) {
-            load_weights(b, at, ring, w_map);
-            load_tokens(b, at, ring, x_maps);
+            load_weights(b, at, cut, ring, w_map);
+            load_tokens(b, at, cut, ring, x_maps);
         }
     }
 }
@@ -122,14 +138,13 @@ __device__ __forceinline__ void release(const block_t &b, uint32_t empty)
 
 /* acc += w x^T over all of K, for tiles of kN tokens. Meanwhile the outputs of the tile before go to the storer. */
 template <typename T, int kN, int kMaxN>
-__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, ring_t &ring, float (&acc)[kMaxN / 2],
-                                         finished_t<kMaxN> &done, ring_t &parts)
+__device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, const cut_t &cut, ring_t &ring,
+                                         float (&acc)[kMaxN / 2], finished_t<kMaxN> &done, ring_t &parts)
 {
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     uint32_t previous = 0;
     for (int step = 0; step < b.k_steps; step++) {
-        const uint32_t from = b.base + ring.stage * b.stage_bytes;
-        wait_barrier(full + 8 * ring.stage, ring.parity);
+        const uint32_t from = b.base + ring.stage * cut.bytes;
+        wait_barrier(cut.full + 8 * ring.stage, ring.parity);
         const uint64_t w = wgmma_descriptor(descriptor_start(from + e.group * (kWeightBytes / 2)));
         const uint64_t x = wgmma_descriptor(descriptor_start(from + kWeightBytes));
         ptx_wgmma_fence();
@@ -142,8 +157,8 @@ __device__ __forceinline__ void multiply(const block_t &b, const epilogue_t &e, 
             release(b, previous);
         }
         if constexpr (kMaxN > kNarrow) offer_part(e, done, parts);
-        previous = empty + 8 * ring.stage;
-        ring.advance(b.line.stages);
+        previous = cut.empty() + 8 * ring.stage;
+        ring.advance(cut.stages);
     }
     if constexpr (kMaxN > kNarrow) give_all(e, done, parts);
     ptx_wgmma_wait<0>();
@@ -194,11 +209,15 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
     take_staging(b, threadIdx.x / kWarpgroup - 1, e);
     e.gated = p.gated;
     finished_t<kMaxN> done = {};
+    cut_t cut = {};
     ring_t ring = {0, 0}, notes = {0, 0}, parts = {0, 0};
     for (;; notes.advance(kNotes)) {
         wait_barrier(notes_full + 8 * notes.stage, notes.parity);
         const int32_t width = b.notes_of(notes.stage)->tile.width;
         if (width == 0) break;
+        const int32_t stages = cut.stages;
+        cut = cut_for(b, b.notes_of(notes.stage)->tile);
+        if (cut.stages != stages) ring = {0, 0};
         read_notes(p, b, notes.stage, e);
         load_bias(p, e);
 
@@ -210,7 +229,7 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
         switch (width) {
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
-        if constexpr (n <= kMaxN) multiply<T, n>(b, e, ring, acc, done, parts);                                        \
+        if constexpr (n <= kMaxN) multiply<T, n>(b, e, cut, ring, acc, done, parts);                                   \
         break
             WIDTH(8);
             WIDTH(16);
@@ -255,16 +274,16 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     b.line = line;
     b.shared = shared;
     b.base = ptx_shared_address(shared);
-    b.stage_bytes = kWeightBytes + line.max_n * kBlockK * 2;
     b.notes = shared + layout.notes;
     b.notes_bytes = layout.notes_bytes;
     b.barriers = (barriers_t *)(shared + layout.barriers);
+    if (threadIdx.x < kCuts * kMostStages) {
+        ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[threadIdx.x]), 1);
+        ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[threadIdx.x]), kConsumerWarps * line.cluster);
+        ptx_fence_barrier_init();
+    }
     if (threadIdx.x == 0) {
         ptx_tma_prefetch_map(&w_map);
-        for (int i = 0; i < line.stages; i++) {
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->full[i]), 1);
-            ptx_mbarrier_init(ptx_shared_address(&b.barriers->empty[i]), kConsumerWarps * line.cluster);
-        }
         for (int i = 0; i < kNotes; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
@@ -314,16 +333,17 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
 bool choose_pipeline(const epmoe_grouped_gemm_args_t *args, int32_t max_n, int32_t limit, pipeline_t *line,
                      int32_t *bytes)
 {
-    const int32_t fewest = 3;
+    const int32_t each = kWeightBytes + max_n * kBlockK * 2, kSwizzleBytes = 1024;
     line->max_n = max_n;
     line->cluster = max_n > 128 ? 2 : 1; /* few tokens: their rows are few bytes beside the weights */
     line->ordered = max_n > 128 && args->num_experts > 1 && args->num_experts <= 512;
+    line->stage_bytes = 0;
     const int32_t list = (args->num_experts + 1) * 4 + (line->ordered ? args->num_experts * 4 : 0);
-    for (line->stages = kMostStages; line->stages >= fewest; line->stages--) {
-        *bytes = shared_layout(*line).cumulative + list;
-        if (*bytes <= limit) return true;
-    }
-    return false;
+    const int32_t room = (limit - shared_layout(*line).cumulative - list) / kSwizzleBytes * kSwizzleBytes;
+    const int32_t stages = room / each < kMostStages ? room / each : kMostStages;
+    line->stage_bytes = line->ordered ? room : stages * each;
+    *bytes = shared_layout(*line).cumulative + list;
+    return stages >= kFewestStages;
 }
 
 bool needs_gather(const epmoe_grouped_gemm_args_t *args)

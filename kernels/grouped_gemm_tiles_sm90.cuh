@@ -28,13 +28,14 @@ struct tile_t {
     int32_t rows;    /* 0 = nothing to do */
     int32_t width;   /* rows rounded up to a width that is compiled */
     int32_t cluster; /* which of the clusters over the weight rows */
+    int32_t widest;  /* of the expert's tiles, of kernels that order experts by it */
 };
 
 /* What the scout hands to the consumers; the arrays of max_n follow. */
 struct notes_t {
     tile_t tile;   /* width 0: no more tiles */
     int32_t large; /* MXFP4: some scale of the block's weight rows may be larger than 2 */
-    int32_t padding[2];
+    int32_t padding;
 };
 
 /* kNotes: tiles that are looked up ahead. */

@@ -11,6 +11,7 @@
 #include "kernels/permute.h"
 #include "kernels/quantize_fp8.h"
 #include "kernels/route.h"
+#include "kernels/scatter_rows.h"
 #include "kernels/silu_and_mul.h"
 #include "kernels/sum.h"
 #include "kernels/topk.h"
@@ -83,6 +84,7 @@ static void init_tables(void)
     sm90_table.grouped_gemm_fp8_workspace = epmoei_grouped_gemm_fp8_workspace_sm90;
     sm90_table.grouped_gemm_fp8_rows = epmoei_grouped_gemm_fp8_rows_sm90;
     sm90_table.gather_coded_rows = epmoei_gather_coded_rows_sm90;
+    sm90_table.scatter_rows = epmoei_scatter_rows_sm90;
 #endif
     cpu_table = (epmoei_kernel_table_t){
         .topk = epmoei_topk_ref,

@@ -13,6 +13,7 @@ extern "C" {
 struct epmoei_route_args_t;
 struct epmoei_fp8_rows_t;
 struct epmoei_coded_rows_t;
+struct epmoei_scatter_rows_args_t;
 
 /* Kernels get arguments that the op's public entry has checked and normalised: every default is filled in, T > 0
  * (align: T >= 0), and every pointer that the op needs is there. A NULL entry means NOT_SUPPORTED on that backend. */
@@ -43,6 +44,9 @@ typedef struct epmoei_kernel_table_t {
                                             const struct epmoei_fp8_rows_t *y, epmoe_stream_t stream);
     epmoe_status_t (*gather_coded_rows)(const epmoe_grouped_gemm_args_t *args, const struct epmoei_coded_rows_t *from,
                                         const struct epmoei_fp8_rows_t *to, epmoe_stream_t stream);
+    /* Hopper alone: tokens to the places of their slots, for products that want their rows in the sorted order
+     * (kernels/scatter_rows.h). */
+    epmoe_status_t (*scatter_rows)(const struct epmoei_scatter_rows_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*grouped_gemm_w4)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
     int64_t (*grouped_gemm_w4_workspace)(const epmoe_grouped_gemm_args_t *args);
     epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);

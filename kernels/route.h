@@ -8,7 +8,8 @@
  *   edges       any T, E 1..4096, k 1..min(E,32), d a multiple of 8; T = 0 is a no-op: nothing is written
  *   alignment   x, weight, bias, logits, topk.logits and topk.selection_bias 16 bytes, the rest 4
  *   aliasing    none
- *   padding     rows from *num_tokens_dev on are neither read nor written; sorted_ids from the actual T*k on T*k
+ *   padding     rows from *num_tokens_dev on are neither read nor written, nor places; sorted_ids from the actual T*k
+ *               on T*k
  *   NaN         as in topk.h
  */
 #ifndef EPMOEI_ROUTE_H
@@ -33,6 +34,7 @@ typedef struct epmoei_route_args_t {
     int32_t *sorted_ids;      /* out [T*k]; NULL = no align */
     int32_t *num_post_padded; /* out [1], with sorted_ids */
     int32_t *expert_offsets;  /* out [E+1], with sorted_ids */
+    int32_t *places;          /* out [T*k] or NULL, with sorted_ids: where each slot stands in them */
     void *workspace;          /* epmoei_route_workspace bytes */
     int64_t workspace_bytes;
 } epmoei_route_args_t;

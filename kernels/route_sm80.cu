@@ -40,6 +40,7 @@ struct route_params_t {
     int32_t *sorted_ids;
     int32_t *num_post_padded;
     int32_t *expert_offsets;
+    int32_t *places; /* NULL = not wanted */
 };
 
 /* ---------------------------------------------------------------------------------------------------------- rows */
@@ -171,6 +172,12 @@ __device__ __forceinline__ int32_t begin_expert(const route_params_t &p, int32_t
     return begin;
 }
 
+__device__ __forceinline__ void place_slot(const route_params_t &p, int32_t slot, int32_t place)
+{
+    p.sorted_ids[place] = slot;
+    if (p.places) p.places[slot] = place;
+}
+
 /* The places of slots that do not exist; all blocks together. */
 __device__ __forceinline__ void pad_order(const route_params_t &p, int32_t tokens)
 {
@@ -188,7 +195,7 @@ __device__ __forceinline__ void order_single(const route_params_t &p, const uint
     if (thread < experts) places[thread] = begin;
     __syncthreads();
     if (token < tokens && rank < top_k)
-        p.sorted_ids[places[expert] + __popc(bits[expert] & ((1u << token) - 1))] = token * top_k + rank;
+        place_slot(p, token * top_k + rank, places[expert] + __popc(bits[expert] & ((1u << token) - 1)));
     pad_order(p, tokens);
 }
 
@@ -284,7 +291,7 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
         int32_t place = shared.places[expert];
         for (int32_t i = 0; i < word; i++) place += __popc(shared.bits[i * experts + expert]);
         place += __popc(shared.bits[word * experts + expert] & ((1u << token % 32) - 1));
-        p.sorted_ids[place] = first_slot + slot;
+        place_slot(p, first_slot + slot, place);
     }
     pad_order(p, tokens);
 }
@@ -442,7 +449,8 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
                     {"topk.num_tokens_dev", args->topk.num_tokens_dev, 4},
                     {"sorted_ids", args->sorted_ids, 4},
                     {"num_post_padded", args->num_post_padded, 4},
-                    {"expert_offsets", args->expert_offsets, 4}};
+                    {"expert_offsets", args->expert_offsets, 4},
+                    {"places", args->places, 4}};
     for (const auto &at : pointers)
         if (!epmoei_is_aligned(at.pointer, at.alignment))
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to %d bytes",
@@ -460,6 +468,7 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
         all.sorted_ids = args->sorted_ids;
         all.num_post_padded = args->num_post_padded;
         all.expert_offsets = args->expert_offsets;
+        all.places = args->places;
         all.single = is_single(all);
         if (!all.single) all.counts = (uint32_t *)args->workspace;
     }

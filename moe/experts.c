@@ -7,6 +7,7 @@
 #include "kernels/grouped_gemm_fp8.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
+#include "kernels/scatter_rows.h"
 #include "kernels/sum.h"
 
 #include <string.h>
@@ -20,6 +21,7 @@ typedef struct plan_t {
     int32_t *sorted_ids; /* [chunk*k] */
     int32_t *num_post_padded;
     int32_t *expert_offsets; /* [E+1] */
+    int32_t *places;         /* [chunk*k], or NULL where products take rows in any order */
     void *h;                 /* [chunk*k, f] of dtype */
     bool h_quantised;        /* h_rows in place of h */
     epmoei_fp8_rows_t h_rows;
@@ -120,6 +122,14 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
     return gemm;
 }
 
+/* Whether the first product wants its rows in the sorted order: one that brings them there itself asks for their room.
+ * Columns in an order of their own it moves at the same time. */
+static bool wants_sorted(const epmoe_grouped_gemm_args_t *gemm1, int64_t gemm1_bytes, const plan_t *plan)
+{
+    const int64_t row_bytes = (int64_t)gemm1->k * epmoe_dtype_size(gemm1->x_dtype);
+    return plan->h_quantised || (gemm1_bytes >= gemm1->max_rows * row_bytes && !gemm1->weight.g_idx);
+}
+
 /* The one place where the workspace is laid out; base NULL counts. */
 static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, plan_t *plan)
 {
@@ -150,6 +160,8 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     plan->sorted_ids = epmoei_carve(&arena, slots * 4);
     plan->num_post_padded = epmoei_carve(&arena, 4);
     plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
+    if (kernels->scatter_rows && wants_sorted(&gemm1, gemm1_bytes, plan))
+        plan->places = epmoei_carve(&arena, slots * 4);
     int64_t h_bytes = plan->h_quantised ? epmoei_fp8_rows_layout(NULL, slots, args->intermediate, &plan->h_rows)
                                         : slots * args->intermediate * epmoe_dtype_size(args->dtype);
     plan->h = epmoei_carve(&arena, h_bytes);
@@ -230,20 +242,49 @@ static epmoe_status_t check_workspace(const epmoe_experts_args_t *args, int64_t 
                        args->workspace, (long long)args->workspace_bytes, (long long)bytes);
 }
 
-/* `codes` in place of x, or NULL. */
-static epmoe_status_t run_gemm1(const epmoe_grouped_gemm_args_t *args, const epmoei_coded_rows_t *codes,
-                                const plan_t *plan, const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
+/* x by its slots' places, quantised where `quantised` is given, else in place of args->x. */
+static epmoe_status_t scatter(epmoe_grouped_gemm_args_t *args, const int32_t *num_tokens_dev, const plan_t *plan,
+                              const epmoei_kernel_table_t *kernels, const epmoei_fp8_rows_t *quantised,
+                              epmoe_stream_t stream)
 {
-    if (!plan->h_quantised) return epmoe_grouped_gemm(args, stream);
+    epmoei_scatter_rows_args_t rows = {0};
+    rows.num_tokens = args->num_slots / args->x_row_divisor;
+    rows.num_tokens_dev = num_tokens_dev;
+    rows.top_k = args->x_row_divisor;
+    rows.columns = args->k;
+    rows.dtype = args->x_dtype;
+    rows.x = args->x;
+    rows.places = plan->places;
+    if (quantised)
+        rows.quantised = *quantised;
+    else
+        rows.rows = args->workspace;
+    EPMOEI_CHECK(kernels->scatter_rows(&rows, stream));
+    if (quantised) return EPMOE_OK;
+    args->x = args->workspace;
+    args->x_sorted = 1;
+    args->x_row_divisor = 1;
+    return EPMOE_OK;
+}
+
+/* `codes` in place of x, or NULL; `placed`: plan->places are there. */
+static epmoe_status_t run_gemm1(epmoe_grouped_gemm_args_t *args, const int32_t *num_tokens_dev,
+                                const epmoei_coded_rows_t *codes, bool placed, const plan_t *plan,
+                                const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
+{
+    if (!plan->h_quantised) {
+        if (placed) EPMOEI_CHECK(scatter(args, num_tokens_dev, plan, kernels, NULL, stream));
+        return epmoe_grouped_gemm(args, stream);
+    }
     epmoe_grouped_gemm_args_t checked;
     epmoei_fp8_rows_t x;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
-    if (codes) {
-        epmoei_fp8_rows_layout(checked.workspace, checked.max_rows, checked.k, &x);
-        EPMOEI_CHECK(kernels->gather_coded_rows(&checked, codes, &x, stream));
-    }
-    return kernels->grouped_gemm_fp8_rows(&checked, codes ? &x : NULL, &plan->h_rows, stream);
+    if (!codes && !placed) return kernels->grouped_gemm_fp8_rows(&checked, NULL, &plan->h_rows, stream);
+    epmoei_fp8_rows_layout(checked.workspace, checked.max_rows, checked.k, &x);
+    EPMOEI_CHECK(codes ? kernels->gather_coded_rows(&checked, codes, &x, stream)
+                       : scatter(&checked, num_tokens_dev, plan, kernels, &x, stream));
+    return kernels->grouped_gemm_fp8_rows(&checked, &x, &plan->h_rows, stream);
 }
 
 static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
@@ -269,7 +310,7 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const epmoei_
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
-        EPMOEI_CHECK(run_gemm1(&gemm1, codes, plan, kernels, stream));
+        EPMOEI_CHECK(run_gemm1(&gemm1, args->num_tokens_dev, codes, aligned && plan->places, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
@@ -323,7 +364,7 @@ epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_exp
     plan_t plan;
     EPMOEI_CHECK(plan_layout(args->workspace, args, &plan));
     EPMOEI_CHECK(check_workspace(args, plan.bytes_before_gemm));
-    *order = (epmoei_experts_order_t){plan.sorted_ids, plan.num_post_padded, plan.expert_offsets};
+    *order = (epmoei_experts_order_t){plan.sorted_ids, plan.num_post_padded, plan.expert_offsets, plan.places};
     return EPMOE_OK;
 }
 

@@ -10,6 +10,7 @@ typedef struct epmoei_experts_order_t {
     int32_t *sorted_ids;      /* [T*k] */
     int32_t *num_post_padded; /* [1] */
     int32_t *expert_offsets;  /* [E+1] */
+    int32_t *places;          /* [T*k]: where each slot stands; NULL = not wanted */
 } epmoei_experts_order_t;
 /* CUDA only: on the CPU one call sorts chunk by chunk. */
 epmoe_status_t epmoei_experts_order(const epmoe_experts_args_t *args, epmoei_experts_order_t *order);

@@ -158,6 +158,7 @@ static epmoe_status_t route_cuda(forward_t *forward, const epmoei_experts_order_
     at_once.sorted_ids = order->sorted_ids;
     at_once.num_post_padded = order->num_post_padded;
     at_once.expert_offsets = order->expert_offsets;
+    at_once.places = order->places;
     at_once.workspace = layer->workspace.route_workspace;
     at_once.workspace_bytes = layer->workspace.route_bytes;
     return epmoei_route(&at_once, forward->stream);

@@ -174,9 +174,10 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
                epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)shape->layout, routes[shape->route],
                shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted,
                shape->y_sorted);
-    /* The tensor cores add the products of 128 columns with about 14 bits: some outputs of many are far off. */
-    c->tolerance = 5e-3;
     bool gated = shape->activation < EPMOE_ACTIVATION_NONE;
+    /* The tensor cores cut a product off 13 bits below the largest of those that they add at once, all in one
+     * direction: some outputs of many are far off, and one of a gate and an up row is so twice. */
+    c->tolerance = gated ? 1e-2 : 5e-3;
     int32_t slots = shape->tokens * shape->top_k, max_rows = slots ? slots + (shape->indexed ? 40 : 0) : 0;
     epmoe_grouped_gemm_args_t args = EPMOE_GROUPED_GEMM_ARGS_INIT;
     args.backend = EPMOE_BACKEND_CUDA;

@@ -26,7 +26,10 @@ static epmoe_status_t reference_align(const epmoei_route_args_t *args, int32_t *
     align.num_post_padded = args->num_post_padded;
     align.expert_offsets = args->expert_offsets;
     EPMOEI_CHECK(epmoei_align_check(&align, &checked));
-    return epmoei_align_ref(&checked, NULL);
+    EPMOEI_CHECK(epmoei_align_ref(&checked, NULL));
+    for (int32_t place = 0; args->places && place < *num_tokens * align.top_k; place++)
+        args->places[args->sorted_ids[place]] = place;
+    return EPMOE_OK;
 }
 
 static void reference_logits(const epmoei_route_args_t *args, int32_t num_tokens, float *logits)
@@ -175,6 +178,8 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *s)
         CHECK_ADD(c, epmoei_route_args_t, sorted_ids, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * s->top_k, 4);
         CHECK_ADD(c, epmoei_route_args_t, num_post_padded, CHECK_OUT, EPMOE_I32, 1, 1, 4);
         CHECK_ADD(c, epmoei_route_args_t, expert_offsets, CHECK_OUT, EPMOE_I32, 1, s->experts + 1, 4);
+        if (s->logits)
+            CHECK_ADD(c, epmoei_route_args_t, places, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * s->top_k, 4);
     }
     CHECK_ADD(c, epmoei_route_args_t, workspace, CHECK_SCRATCH, EPMOE_U8, 1, args.workspace_bytes, EPMOEI_ALIGNMENT);
     fill_inputs(rng, c, s);
@@ -290,13 +295,14 @@ static void check_sizes(testing_rng_t *rng)
 {
     static const struct {
         int32_t tokens, experts, top_k;
-    } sizes[] = {{1, 1, 1},      {1, 8, 2},     {1, 128, 8},    {7, 128, 8},    {8, 128, 8},    {9, 128, 8},
-                 {8, 512, 8},    {31, 32, 4},   {32, 32, 4},    {33, 32, 32},   {64, 32, 4},    {65, 20, 4},
-                 {63, 60, 4},    {256, 8, 2},   {256, 128, 8},  {256, 256, 8},  {257, 384, 8},  {133, 384, 6},
-                 {512, 512, 8},  {513, 512, 8}, {256, 512, 32}, {257, 512, 32}, {1024, 128, 8}, {1025, 128, 8},
-                 {1024, 256, 8}, {672, 384, 8}, {673, 384, 8},  {8192, 32, 1},  {8193, 32, 1},  {2048, 100, 4},
-                 {40, 513, 8},   {9, 4096, 32}, {3000, 128, 8}, {16, 256, 8},   {17, 128, 8},   {16, 512, 32},
-                 {4096, 128, 8}, {4097, 20, 3}, {8200, 8, 2},   {20000, 40, 6}};
+    } sizes[] = {{1, 1, 1},      {1, 8, 2},      {1, 128, 8},    {7, 128, 8},    {8, 128, 8},    {9, 128, 8},
+                 {8, 512, 8},    {31, 32, 4},    {32, 32, 4},    {33, 32, 32},   {64, 32, 4},    {65, 20, 4},
+                 {63, 60, 4},    {256, 8, 2},    {256, 128, 8},  {256, 256, 8},  {257, 384, 8},  {133, 384, 6},
+                 {128, 64, 6},   {129, 64, 6},   {192, 384, 8},  {193, 384, 8},  {512, 512, 8},  {513, 512, 8},
+                 {256, 512, 32}, {257, 512, 32}, {1024, 128, 8}, {1025, 128, 8}, {1024, 256, 8}, {672, 384, 8},
+                 {673, 384, 8},  {8192, 32, 1},  {8193, 32, 1},  {2048, 100, 4}, {40, 513, 8},   {9, 4096, 32},
+                 {3000, 128, 8}, {16, 256, 8},   {17, 128, 8},   {16, 512, 32},  {4096, 128, 8}, {4097, 20, 3},
+                 {8200, 8, 2},   {20000, 40, 6}};
     check_begin("route", "choice and order: forms and their limits");
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int32_t fill = FILL_EXACT; fill <= FILL_ONE; fill++)
