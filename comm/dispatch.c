@@ -39,6 +39,7 @@ static epmoe_status_t check_args(const epmoe_ep_t *ep, epmoe_dispatch_args_t *ow
                            epmoe_transport_string(ep->comm->transport), ep->size);
     EPMOEI_CHECK(epmoei_ep_check_aligned(ep, "x", own->x));
     EPMOEI_CHECK(epmoei_ep_check_aligned(ep, "ids", own->ids));
+    EPMOEI_CHECK(epmoei_ep_check_aligned(ep, "expert_load", own->expert_load));
     return epmoei_ep_check_aligned(ep, "weights", own->weights);
 }
 
@@ -61,13 +62,56 @@ static epmoe_status_t read_routing(epmoe_ep_t *ep, epmoe_dispatch_args_t *own, e
 
 static epmoe_status_t check_ids(const epmoe_ep_t *ep, const epmoe_dispatch_args_t *args)
 {
-    int32_t k = ep->config.top_k, experts = ep->config.num_experts;
+    int32_t k = ep->config.top_k, experts = ep->num_experts;
     if (epmoei_ep_is_cuda(ep) && ep->size == 1) return EPMOE_OK; /* the kernels count what is out of range */
+    if (args->reuse_routing && ep->placement) return EPMOE_OK;   /* those of then are used */
     for (int64_t i = 0; i < (int64_t)args->num_tokens * k; i++)
         if (args->ids[i] < -1 || args->ids[i] >= experts)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "ids[%lld,%lld] is %d: expected -1..%d",
                                (long long)(i / k), (long long)(i % k), args->ids[i], experts - 1);
     return EPMOE_OK;
+}
+
+/* From here on the ids of `own` are physical experts. Where nothing can fail on another rank any more their load is
+ * counted too, in the same pass. */
+static epmoe_status_t place_ids(epmoe_ep_t *ep, epmoe_dispatch_args_t *own, epmoe_stream_t stream)
+{
+    const epmoei_ep_buffers_t *b = &ep->buffers;
+    const bool host_plans = ep->size > 1 && !epmoei_ep_plans_on_device(ep);
+    int32_t *physical_ids = b->physical_ids ? b->physical_ids : b->own_ids;
+    int64_t *load = host_plans ? NULL : own->expert_load;
+    if (own->num_tokens == 0 || (!ep->placement && !load)) return EPMOE_OK;
+    if (!own->reuse_routing) {
+        epmoei_place_ids_t place = epmoei_placement_args(ep->placement, ep->num_experts);
+        place.num_tokens = own->num_tokens;
+        place.num_tokens_dev = own->num_tokens_dev;
+        place.top_k = ep->config.top_k;
+        place.ids = own->ids;
+        place.physical_ids = ep->placement ? physical_ids : NULL;
+        place.load = load;
+        if (host_plans) { /* on CUDA too */
+            place.copies = ep->placement->copies;
+            place.physical = ep->placement->physical;
+            epmoei_place_ids_cpu(&place);
+        } else {
+            if (epmoei_ep_is_cuda(ep)) place.error_word = epmoei_error_word();
+            EPMOEI_CHECK(epmoei_place_ids(ep->comm->backend, &place, stream));
+        }
+    }
+    if (ep->placement) own->ids = physical_ids;
+    return EPMOE_OK;
+}
+
+/* `routed` has the caller's own ids. */
+static epmoe_status_t count_load(const epmoe_ep_t *ep, const epmoe_dispatch_args_t *routed, epmoe_stream_t stream)
+{
+    if (!routed->expert_load || routed->reuse_routing || routed->num_tokens == 0) return EPMOE_OK;
+    epmoei_place_ids_t count = epmoei_placement_args(NULL, ep->num_experts);
+    count.num_tokens = routed->num_tokens;
+    count.top_k = ep->config.top_k;
+    count.ids = routed->ids;
+    count.load = routed->expert_load;
+    return epmoei_place_ids(ep->comm->backend, &count, stream);
 }
 
 /* `x` NULL: the transport moves it; `ids` NULL: they are known. */
@@ -125,11 +169,12 @@ static epmoe_status_t finish_rows(epmoe_ep_t *ep, epmoe_stream_t stream)
     return epmoei_ep_mark(ep, stream);
 }
 
-static epmoe_status_t begin_local(epmoe_ep_t *ep, const epmoe_dispatch_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t begin_local(epmoe_ep_t *ep, epmoe_dispatch_args_t *args, epmoe_stream_t stream)
 {
     if (args->num_tokens > ep->max_rows)
         return epmoei_fail(EPMOE_ERROR_CAPACITY, "dispatch: rank 0 would receive %d rows, its capacity is %d",
                            args->num_tokens, ep->max_rows);
+    EPMOEI_CHECK(place_ids(ep, args, stream));
     ep->num_rows = args->num_tokens;
     ep->x = args->x;
     ep->ids = args->ids;
@@ -177,6 +222,7 @@ static epmoe_status_t dispatch_on_device(epmoe_ep_t *ep, const epmoe_dispatch_ar
     EPMOEI_CHECK(epmoei_ep_check_stream(ep, "dispatch", stream));
     if (local == EPMOE_OK) local = check_args(ep, &own, args);
     if (local != EPMOE_OK && epmoei_stream_is_capturing(EPMOE_BACKEND_CUDA, stream)) return local;
+    if (local == EPMOE_OK) local = place_ids(ep, &own, stream);
     ep->state = EPMOEI_EP_IDLE;
     ep->routing_valid = false;
     EPMOEI_CHECK(ep->comm->ops->dispatch(ep, &own, local, stream));
@@ -196,6 +242,7 @@ epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t
     epmoe_dispatch_args_t own = EPMOE_DISPATCH_ARGS_INIT;
     if (local == EPMOE_OK) local = epmoei_ep_check_stream(ep, "dispatch", stream);
     if (local == EPMOE_OK) local = check_args(ep, &own, args);
+    const epmoe_dispatch_args_t routed = own;
     if (local == EPMOE_OK) local = read_routing(ep, &own, stream);
     if (ep->comm->failed != EPMOE_OK) return local;
     if (local == EPMOE_OK) local = check_ids(ep, &own);
@@ -204,8 +251,12 @@ epmoe_status_t epmoei_dispatch_begin(epmoe_ep_t *ep, const epmoe_dispatch_args_t
     if (ep->size == 1) {
         EPMOEI_CHECK(local);
         EPMOEI_CHECK(begin_local(ep, &own, stream));
-    } else
+    } else {
+        if (local == EPMOE_OK) local = place_ids(ep, &own, stream);
         EPMOEI_CHECK(begin_remote(ep, &own, local, stream));
+        epmoe_status_t counted = count_load(ep, &routed, stream);
+        if (counted != EPMOE_OK) return epmoei_comm_fail(ep->comm, counted);
+    }
     ep->num_tokens = own.num_tokens;
     ep->state = EPMOEI_EP_SENDING;
     return EPMOE_OK;

@@ -5,6 +5,7 @@
 #include "comm/transport.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 
 static int32_t ranks_per_token(const epmoe_ep_config_t *config, int32_t size)
@@ -43,8 +44,10 @@ static void carve_buffers(epmoei_ep_buffers_t *b, arenas_t *arenas, const epmoe_
     int64_t tokens = config->max_tokens, k = config->top_k, d = config->hidden, ranks = size;
     int64_t row = d * epmoe_dtype_size(config->dtype);
     int64_t partial_row = d * epmoe_dtype_size(partial_dtype(config->dtype, size));
+    bool host_plans = size > 1 && transport != EPMOE_TRANSPORT_P2P;
     *b = (epmoei_ep_buffers_t){0};
     b->capacity = epmoei_carve(host, 8 * ranks);
+    if (config->placement && !(cuda && host_plans)) b->physical_ids = epmoei_carve(device, tokens * k * 4);
     if (size > 1 && transport == EPMOE_TRANSPORT_P2P) return; /* which has its own */
     b->y = epmoei_carve(device, max_rows * partial_row);
     if (cuda) b->device_num_rows = epmoei_carve(device, 4);
@@ -89,6 +92,7 @@ static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_
     if (own->num_experts < 1 || own->num_experts > EPMOE_MAX_EXPERTS)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.num_experts is %d: expected 1..%d", own->num_experts,
                            EPMOE_MAX_EXPERTS);
+    EPMOEI_CHECK(epmoei_placement_check(own->placement, own->num_experts, &own->num_physical));
     if (own->top_k < 1 || own->top_k > EPMOE_MAX_TOP_K)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is %d: expected 1..%d", own->top_k,
                            EPMOE_MAX_TOP_K);
@@ -127,8 +131,10 @@ epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t siz
     if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
     epmoei_ep_buffers_t unused;
     arenas_t arenas = {0};
+    int64_t tables = own.placement ? epmoei_placement_bytes(own.num_experts, own.num_physical) : 0;
+    own.num_experts = own.num_physical;
     carve_buffers(&unused, &arenas, &own, size, max_recv_rows, EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_MPI);
-    *bytes = arenas.host.used;
+    *bytes = arenas.host.used + tables;
     return EPMOE_OK;
 }
 
@@ -136,11 +142,33 @@ static epmoe_status_t agree_on_config(epmoe_ep_t *ep, epmoe_status_t local)
 {
     const epmoe_ep_config_t *config = &ep->config;
     const epmoei_agreed_t fields[] = {
-        {NULL, config->max_tokens},         {NULL, (double)config->capacity}, {"num_experts", config->num_experts},
-        {"top_k", config->top_k},           {"hidden", config->hidden},       {"dtype", config->dtype},
+        {NULL, config->max_tokens},
+        {NULL, (double)config->capacity},
+        {"num_experts", config->num_experts},
+        {"top_k", config->top_k},
+        {"hidden", config->hidden},
+        {"dtype", config->dtype},
         {"wire_dtype", config->wire_dtype},
+        {"num_physical", config->num_physical},
+        {"placement (0 = NULL)", config->placement != NULL},
     };
     return epmoei_comm_agree_on(ep->comm, "dispatch config", local, fields, sizeof fields / sizeof fields[0]);
+}
+
+/* Of as many elements on every rank, as many at a time as fit. */
+static epmoe_status_t agree_on_placement(epmoe_comm_t *comm, const int32_t *placement, int32_t num_physical)
+{
+    char names[EPMOEI_MAX_AGREED][24];
+    epmoei_agreed_t fields[EPMOEI_MAX_AGREED];
+    for (int32_t first = 0; placement && first < num_physical; first += EPMOEI_MAX_AGREED) {
+        int32_t count = (int32_t)epmoei_min64(EPMOEI_MAX_AGREED, num_physical - first);
+        for (int32_t i = 0; i < count; i++) {
+            snprintf(names[i], sizeof names[i], "placement[%d]", first + i);
+            fields[i] = (epmoei_agreed_t){names[i], placement[first + i]};
+        }
+        EPMOEI_CHECK(epmoei_comm_agree_on(comm, "dispatch config", EPMOE_OK, fields, count));
+    }
+    return EPMOE_OK;
 }
 
 /* Rows that `rank` accepts, from the values that all ranks gave to agree_on_config. */
@@ -156,7 +184,11 @@ static epmoe_status_t make_buffers(epmoe_ep_t *ep)
 {
     const epmoe_comm_t *comm = ep->comm;
     arenas_t arenas = {0};
+    const epmoe_ep_config_t *config = &ep->config;
     ep->max_rows = (int32_t)capacity_of(comm, ep->rank);
+    if (config->placement)
+        EPMOEI_CHECK(epmoei_placement_create(config->placement, ep->num_experts, config->num_physical, ep->size,
+                                             ep->rank, comm->backend, &ep->placement));
     carve_buffers(&ep->buffers, &arenas, &ep->config, ep->size, ep->max_rows, comm->backend, comm->transport);
     EPMOEI_CHECK(epmoei_alloc_for(&ep->memory, arenas.host.used, "dispatch buffers"));
     if (epmoei_ep_is_cuda(ep)) {
@@ -198,6 +230,8 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     if (status == EPMOE_OK) status = take_config(&made->config, config);
     if (status == EPMOE_OK && !ep) status = epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "ep is NULL");
     EPMOEI_CHECK_GOTO(agree_on_config(made, status), fail);
+    made->num_experts = made->config.num_experts;
+    made->config.num_experts = made->config.num_physical;
 
     made->header_bytes = header_bytes(made->size);
     made->partial_dtype = partial_dtype(made->config.dtype, made->size);
@@ -206,6 +240,8 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     made->partial_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->partial_dtype);
     status = make_buffers(made);
     EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
+    EPMOEI_CHECK_GOTO(agree_on_placement(comm, made->config.placement, made->config.num_physical), fail);
+    made->config.placement = NULL; /* the caller's */
     if (epmoei_ep_plans_on_device(made)) EPMOEI_CHECK_GOTO(comm->ops->ep_create(made), fail);
     made->object = comm->num_objects++;
     *ep = made;
@@ -234,6 +270,7 @@ void epmoe_ep_destroy(epmoe_ep_t *ep)
         epmoei_pinned_free(ep->pinned_memory);
         epmoei_event_destroy(ep->event);
     }
+    epmoei_placement_destroy(ep->placement);
     epmoei_free(ep->memory);
     epmoei_free(ep);
 }

@@ -9,6 +9,7 @@
 
 #include "base/device.h"
 #include "comm/comm.h"
+#include "comm/placement.h"
 
 /* What every rank tells every other before rows travel. `text` is the error's, for a status that is not OK. */
 typedef struct epmoei_header_t {
@@ -35,8 +36,8 @@ typedef struct epmoei_ep_buffers_t {
     char *headers;          /* [R] of header_bytes */
     int64_t *send_offset;   /* [R+1] first slot of each destination rank */
     int64_t *recv_offset;   /* [R+1] first received row of each source rank */
-    int32_t *first_expert;  /* [R+1] */
-    int32_t *owner;         /* [E] rank that owns the expert */
+    int32_t *first_expert;  /* [R+1] physical */
+    int32_t *owner;         /* [P] rank that owns the physical expert */
     int32_t *cursor;        /* [R] scratch */
     int32_t *slot_token;    /* P [max_tokens*m] */
     int32_t *token_slots;   /* P [max_tokens,m] slots of a token, ranks ascending, then -1 */
@@ -51,13 +52,14 @@ typedef struct epmoei_ep_buffers_t {
     int32_t *ids;           /* P [max_rows,k] */
     float *weights;         /* P [max_rows,k] */
     char *y;                /* B [max_rows,d] of the partial dtype */
+    int32_t *physical_ids;  /* B [max_tokens,k] with a placement; not on CUDA where the host plans, see own_ids */
     /* On the CPU those above; NULL or not used there where nothing is said. */
     int32_t *device_slot_token;
     int32_t *device_token_slots;
     int32_t *device_ids;
     float *device_weights;
     int32_t *device_num_rows; /* CUDA [1] */
-    int32_t *own_ids;         /* P, CUDA [max_tokens,k] what the caller routed */
+    int32_t *own_ids;         /* P, CUDA [max_tokens,k] what the caller routed, as physical experts */
     float *own_weights;       /* P, CUDA [max_tokens,k] */
     char *staged_outbox;      /* P, CUDA over transport mpi: the outbox on its way */
     char *staged_rows;        /* P, CUDA over transport mpi: x or y on its way */
@@ -65,7 +67,9 @@ typedef struct epmoei_ep_buffers_t {
 
 struct epmoe_ep {
     epmoe_comm_t *comm;
-    epmoe_ep_config_t config; /* normalised */
+    epmoe_ep_config_t config; /* normalised; num_experts are the physical ones, which all but the caller's ids name */
+    int32_t num_experts;      /* that the caller's ids name */
+    epmoei_placement_t *placement; /* or NULL */
     int32_t rank, size;
     int32_t max_rows;
     int64_t object;

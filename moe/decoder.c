@@ -273,6 +273,7 @@ static epmoe_forward_args_t mlp_args(const epmoe_decoder_t *decoder, const epmoe
     mlp.logits_out = args->logits_out;
     mlp.ids_out = args->ids_out;
     mlp.weights_out = args->weights_out;
+    mlp.expert_load = args->expert_load;
     return mlp;
 }
 

@@ -37,6 +37,8 @@ static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmo
         {"weight_group", config->weight_group},
         {"fp8_activations", config->fp8_activations},
         {"wire_dtype", config->wire_dtype},
+        {"num_physical", config->num_physical},
+        {"placement (0 = NULL)", config->placement != NULL},
     };
     return epmoei_comm_agree_on(comm, "layer config", local, fields, (int32_t)(sizeof fields / sizeof fields[0]));
 }
@@ -84,6 +86,26 @@ epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
     return epmoei_stream_wait(layer->backend, NULL);
 }
 
+/* The caller's array may go. */
+static epmoe_status_t copy_placement(epmoe_layer_t *layer)
+{
+    epmoe_layer_config_t *config = &layer->config;
+    if (!config->placement) return EPMOE_OK;
+    const int64_t bytes = config->num_physical * 4LL;
+    EPMOEI_CHECK(epmoei_alloc_for((void **)&layer->placement_copy, bytes, "a placement"));
+    memcpy(layer->placement_copy, config->placement, (size_t)bytes);
+    config->placement = layer->placement_copy;
+    if (epmoe_comm_size(layer->comm) > 1) return EPMOE_OK;
+    return epmoei_placement_create(config->placement, config->num_experts, config->num_physical, 1, 0, layer->backend,
+                                   &layer->placement);
+}
+
+static epmoe_status_t make_memory(epmoe_layer_t *layer)
+{
+    EPMOEI_CHECK(copy_placement(layer));
+    return epmoei_layer_fit_workspace(layer);
+}
+
 static epmoe_status_t make_ep(epmoe_layer_t *layer)
 {
     if (!layer->config.num_experts || epmoe_comm_size(layer->comm) == 1) return EPMOE_OK;
@@ -95,6 +117,8 @@ static epmoe_status_t make_ep(epmoe_layer_t *layer)
     ep.dtype = layer->config.dtype;
     ep.wire_dtype = layer->config.wire_dtype;
     ep.capacity = layer->config.capacity;
+    ep.placement = layer->config.placement;
+    ep.num_physical = layer->config.num_physical;
     return epmoe_ep_create(layer->comm, &ep, &layer->ep);
 }
 
@@ -148,11 +172,11 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
     layer->comm = comm;
     layer->own_comm = own_comm;
     layer->backend = comm->backend;
-    EPMOEI_CHECK_GOTO(epmoe_expert_range(checked.num_experts, epmoe_comm_size(comm), epmoe_comm_rank(comm),
+    EPMOEI_CHECK_GOTO(epmoe_expert_range(checked.num_physical, epmoe_comm_size(comm), epmoe_comm_rank(comm),
                                          &layer->first_expert, &layer->local_experts),
                       fail);
     EPMOEI_CHECK_GOTO(find_max_rows(layer), fail);
-    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, epmoei_layer_fit_workspace(layer)), fail);
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, make_memory(layer)), fail);
     EPMOEI_CHECK_GOTO(make_ep(layer), fail);
     *out = layer;
     return EPMOE_OK;
@@ -160,6 +184,8 @@ epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm
 fail:
     if (layer) {
         epmoei_memory_free(layer->backend, layer->workspace_memory);
+        epmoei_placement_destroy(layer->placement);
+        epmoei_free(layer->placement_copy);
         epmoei_free(layer);
     }
     epmoe_comm_destroy(own_comm);
@@ -172,6 +198,8 @@ void epmoe_layer_destroy(epmoe_layer_t *layer)
     epmoe_ep_destroy(layer->ep);
     epmoei_memory_free(layer->backend, layer->weights_memory);
     epmoei_memory_free(layer->backend, layer->workspace_memory);
+    epmoei_placement_destroy(layer->placement);
+    epmoei_free(layer->placement_copy);
     epmoe_comm_destroy(layer->own_comm);
     epmoei_free(layer);
 }

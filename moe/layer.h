@@ -3,6 +3,7 @@
 #define EPMOEI_LAYER_H
 
 #include "base/base.h"
+#include "comm/placement.h"
 #include "kernels/quant_pack.h"
 #include "moe/checkpoint.h"
 #include "moe/stages.h"
@@ -72,13 +73,14 @@ epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *c
 
 /* What forward needs besides its arguments. */
 typedef struct epmoei_layer_workspace_t {
-    float *logits;      /* [max_tokens,E] */
-    int32_t *ids;       /* [max_tokens,k] */
-    float *weights;     /* [max_tokens,k] */
-    void *rounded;      /* [max_tokens,d] with one rank and FP8 on the wire: x as the experts get it */
-    float *shared;      /* [max_tokens,d]: the shared expert's output */
-    void *shared_h;     /* [max_tokens,fs] of dtype */
-    float *shared_gate; /* [max_tokens]: sigmoids */
+    float *logits;         /* [max_tokens,E] */
+    int32_t *ids;          /* [max_tokens,k] */
+    float *weights;        /* [max_tokens,k] */
+    int32_t *physical_ids; /* [max_tokens,k] with one rank and a placement: ids of physical experts */
+    void *rounded;         /* [max_tokens,d] with one rank and FP8 on the wire: x as the experts get it */
+    float *shared;         /* [max_tokens,d]: the shared expert's output */
+    void *shared_h;        /* [max_tokens,fs] of dtype */
+    float *shared_gate;    /* [max_tokens]: sigmoids */
     /* CUDA: the shared expert as the only one of a few tokens, [EPMOEI_EXPERTS_FEW_MOST_TOKENS] zeros and ones. */
     int32_t *shared_ids;
     float *shared_ones;
@@ -92,20 +94,29 @@ typedef struct epmoei_layer_workspace_t {
 } epmoei_layer_workspace_t;
 
 struct epmoe_layer {
-    epmoe_layer_config_t config; /* normalised */
+    epmoe_layer_config_t config; /* normalised; its placement is the layer's own copy */
+    int32_t *placement_copy;
+    epmoei_placement_t *placement; /* with one rank, otherwise it is the ep's */
     epmoe_comm_t *comm;
     epmoe_comm_t *own_comm; /* made for a caller without one */
     epmoe_ep_t *ep;         /* NULL for a dense MLP and for one rank */
     epmoe_backend_t backend;
-    int32_t first_expert;
-    int32_t local_experts;
-    int64_t max_rows; /* most rows a dispatch can bring here */
+    int32_t first_expert;  /* physical, */
+    int32_t local_experts; /* and how many of these */
+    int64_t max_rows;      /* most rows a dispatch can bring here */
     epmoei_layer_workspace_t workspace;
     void *workspace_memory;
     bool has_weights;
     epmoei_packed_weights_t weights;
     void *weights_memory;
 };
+
+/* The expert whose weights this rank's physical expert number `local` has. */
+static inline int32_t epmoei_layer_expert(const epmoe_layer_t *layer, int32_t local)
+{
+    const int32_t physical = layer->first_expert + local;
+    return layer->config.placement ? layer->config.placement[physical] : physical;
+}
 
 /* epmoe_layer_forward_args for a rank that has worked before: `local` not OK takes part without tokens, so that its
  * error reaches the other ranks instead of their waiting for it, and is returned. `args` is not read then. `begun`: the

@@ -28,7 +28,11 @@ static epmoe_status_t check_device_args(const epmoe_layer_t *layer, const epmoe_
     const struct {
         const char *name;
         const void *pointer;
-    } tensors[] = {{"x", args->x}, {"y", args->y}, {"residual", args->residual}, {"logits", args->logits}};
+    } tensors[] = {{"x", args->x},
+                   {"y", args->y},
+                   {"residual", args->residual},
+                   {"logits", args->logits},
+                   {"expert_load", args->expert_load}};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
         if ((uintptr_t)tensors[i].pointer % 16)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 16 bytes",
@@ -337,6 +341,21 @@ static epmoe_status_t round_rows(const forward_t *forward, void *rounded)
     return epmoei_round_rows(forward->layer->backend, &round, forward->stream);
 }
 
+/* One rank: ids as its experts take them, and the load. */
+static epmoe_status_t place_ids(const forward_t *forward)
+{
+    const epmoe_layer_t *layer = forward->layer;
+    if (!layer->placement && !forward->args.expert_load) return EPMOE_OK;
+    epmoei_place_ids_t place = epmoei_placement_args(layer->placement, layer->config.num_experts);
+    place.num_tokens = forward->args.num_tokens;
+    place.num_tokens_dev = forward->args.num_tokens_dev;
+    place.top_k = layer->config.top_k;
+    place.ids = forward->ids;
+    place.physical_ids = layer->placement ? layer->workspace.physical_ids : NULL;
+    place.load = forward->args.expert_load;
+    return epmoei_place_ids(layer->backend, &place, forward->stream);
+}
+
 /* One rank: the experts write y themselves. */
 static epmoe_status_t run_local(forward_t *forward)
 {
@@ -348,16 +367,18 @@ static epmoe_status_t run_local(forward_t *forward)
                            (long long)layer->max_rows);
     const bool rounds = layer->config.wire_dtype != layer->config.dtype;
     const void *x = rounds ? workspace->rounded : args->x;
+    const int32_t *ids = layer->placement ? workspace->physical_ids : forward->ids;
     epmoe_experts_args_t experts =
-        experts_args(layer, args->num_tokens, x, forward->ids, forward->weights, layer->config.dtype, args->y);
+        experts_args(layer, args->num_tokens, x, ids, forward->weights, layer->config.dtype, args->y);
     experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
     epmoei_experts_order_t order = {0};
-    bool aligned = layer->backend == EPMOE_BACKEND_CUDA && !epmoei_experts_few_takes(&experts) &&
+    bool aligned = layer->backend == EPMOE_BACKEND_CUDA && !layer->placement && !epmoei_experts_few_takes(&experts) &&
                    epmoei_route_aligns(args->num_tokens, layer->config.num_experts, layer->config.top_k);
     if (aligned && args->num_tokens) EPMOEI_CHECK(epmoei_experts_order(&experts, &order));
     EPMOEI_CHECK(route(forward, &order));
+    EPMOEI_CHECK(place_ids(forward));
     EPMOEI_CHECK(epmoei_stages_end(&forward->stages, EPMOE_STAGE_ROUTER));
     if (rounds) {
         EPMOEI_CHECK(round_rows(forward, workspace->rounded));
@@ -404,6 +425,7 @@ static epmoe_status_t exchange_and_compute(forward_t *forward, epmoe_status_t lo
     dispatch.weights = forward->weights;
     dispatch.num_tokens_dev = args->num_tokens_dev;
     dispatch.max_rank_tokens = args->max_rank_tokens;
+    dispatch.expert_load = args->expert_load;
     epmoei_ep_keep_codes(layer->ep, local == EPMOE_OK && keeps_codes(layer, args->max_rank_tokens));
     EPMOEI_CHECK(epmoei_dispatch_begin(layer->ep, &dispatch, local, forward->stream));
     local = epmoei_stages_end(stages, EPMOE_STAGE_DISPATCH);

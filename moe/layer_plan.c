@@ -26,7 +26,8 @@ static epmoe_status_t check_router(epmoe_layer_config_t *config)
 {
     EPMOEI_CHECK(check_range("top_k", config->top_k, 1, epmoei_min64(config->num_experts, EPMOE_MAX_TOP_K)));
     EPMOEI_CHECK(check_range("intermediate", config->intermediate, 1, kMaxWidth));
-    EPMOEI_CHECK(epmoei_check_volume("gate_up", config->num_experts, 2 * config->intermediate, config->hidden));
+    EPMOEI_CHECK(epmoei_placement_check(config->placement, config->num_experts, &config->num_physical));
+    EPMOEI_CHECK(epmoei_check_volume("gate_up", config->num_physical, 2 * config->intermediate, config->hidden));
     EPMOEI_CHECK(check_range("scoring", config->scoring, EPMOE_SCORING_SOFTMAX, EPMOE_SCORING_SPARSE_MIXER));
     EPMOEI_CHECK(check_range("group_score", config->group_score, EPMOE_GROUP_SCORE_TOP2, EPMOE_GROUP_SCORE_MAX));
     if (config->routed_scale == 0.0f) config->routed_scale = 1.0f;
@@ -66,6 +67,8 @@ static void drop_routed(epmoe_layer_config_t *config)
     config->router_has_bias = config->has_selection_bias = config->weight_on_input = config->expert_has_bias = 0;
     config->capacity = 0;
     config->wire_dtype = EPMOE_DTYPE_NONE;
+    config->placement = NULL;
+    config->num_physical = 0;
 }
 
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
@@ -240,7 +243,9 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.logits = epmoei_carve(&arena, tokens * config->num_experts * 4);
     workspace.ids = epmoei_carve(&arena, tokens * config->top_k * 4);
     workspace.weights = epmoei_carve(&arena, tokens * config->top_k * 4);
-    const bool rounds = config->wire_dtype != config->dtype && local_experts == config->num_experts;
+    const bool places = config->placement && local_experts == config->num_physical;
+    workspace.physical_ids = epmoei_carve(&arena, places ? tokens * config->top_k * 4 : 0);
+    const bool rounds = config->wire_dtype != config->dtype && local_experts == config->num_physical;
     workspace.rounded = epmoei_carve(&arena, rounds ? tokens * config->hidden * epmoe_dtype_size(config->dtype) : 0);
     workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
     workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
@@ -403,7 +408,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
     epmoe_layer_memory_t result = EPMOE_LAYER_MEMORY_INIT;
     EPMOEI_CHECK(epmoei_layer_config_check(config, &checked));
     EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
-    EPMOEI_CHECK(epmoe_expert_range(checked.num_experts, size, rank, &result.first_expert, &result.local_experts));
+    EPMOEI_CHECK(epmoe_expert_range(checked.num_physical, size, rank, &result.first_expert, &result.local_experts));
     epmoei_layer_formats_t formats = epmoei_layer_config_formats(&checked);
     int64_t max_rows = epmoei_layer_max_rows(&checked, (int64_t)checked.max_tokens * size);
     result.weight_bytes =
@@ -420,6 +425,8 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
         ep.dtype = checked.dtype;
         ep.wire_dtype = checked.wire_dtype;
         ep.capacity = checked.capacity;
+        ep.placement = checked.placement;
+        ep.num_physical = checked.num_physical;
         EPMOEI_CHECK(epmoe_ep_buffer_size(&ep, size, max_rows, &result.comm_bytes));
     }
     return epmoei_return_sized(memory, &result, sizeof result, "memory");

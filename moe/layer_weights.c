@@ -208,7 +208,7 @@ static epmoe_status_t check_source(const epmoe_layer_t *layer, const epmoei_weig
         for (int32_t e = 0; e < layer->local_experts; e++) {
             epmoei_expert_source_t expert;
             char name[32];
-            snprintf(name, sizeof name, "expert %d", layer->first_expert + e);
+            snprintf(name, sizeof name, "expert %d", epmoei_layer_expert(layer, e));
             EPMOEI_CHECK(source->expert(source->ctx, e, &expert));
             EPMOEI_CHECK(check_expert(config, &expert, config->intermediate, config->expert_has_bias, name));
             EPMOEI_CHECK(check_cuda_source(layer, &expert, borrowed, name));

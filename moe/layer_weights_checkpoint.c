@@ -27,7 +27,7 @@ static epmoe_status_t loading_expert(const void *ctx, int32_t local_expert, epmo
 {
     const loading_t *loading = ctx;
     return epmoei_checkpoint_expert_source(loading->checkpoint, loading->layer_index,
-                                           loading->layer->first_expert + local_expert, out);
+                                           epmoei_layer_expert(loading->layer, local_expert), out);
 }
 
 /* Collective: the other ranks' failures, and whether all have loaded everything. */

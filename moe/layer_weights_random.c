@@ -110,7 +110,7 @@ static epmoe_status_t fill_quantised_expert(const epmoe_layer_t *layer, epmoei_q
         {EPMOEI_RANDOM_DOWN, EPMOEI_RANDOM_DOWN, down, w->down, &w->down_arrays, d, f, false},
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
-        EPMOEI_CHECK(fill_quantised(writer, seed, &jobs[i], e, layer->first_expert + (int32_t)e));
+        EPMOEI_CHECK(fill_quantised(writer, seed, &jobs[i], e, epmoei_layer_expert(layer, (int32_t)e)));
     return EPMOE_OK;
 }
 
@@ -160,7 +160,7 @@ static epmoe_status_t fill_expert(const epmoe_layer_t *layer, epmoei_quant_write
         {w->down_bias ? w->down_bias + e * d : NULL, EPMOE_F32, EPMOEI_RANDOM_DOWN_BIAS, 1, d, 0, 1},
     };
     for (size_t i = 0; i < sizeof jobs / sizeof jobs[0]; i++)
-        EPMOEI_CHECK(fill_random(layer, &jobs[i], seed, layer->first_expert + (int32_t)e, stream));
+        EPMOEI_CHECK(fill_random(layer, &jobs[i], seed, epmoei_layer_expert(layer, (int32_t)e), stream));
     return EPMOE_OK;
 }
 

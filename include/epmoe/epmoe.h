@@ -1071,12 +1071,23 @@ typedef struct epmoe_ep_config_t {
     int64_t
         capacity; /* most rows this rank accepts per dispatch; 0 = the sum of max_tokens of all ranks, the worst case */
     int32_t comm_sms; /* transport P2P: most multiprocessors that dispatch and combine take, on this rank; 0 = all */
+    const int32_t *placement; /* host [num_physical]: the expert of which each physical expert is a copy, every expert
+                                 at least once; read by create alone. NULL = expert e is physical expert e */
+    int32_t num_physical; /* P, of all ranks together, E..EPMOE_MAX_EXPERTS: rank r has those of epmoe_expert_range(P,
+                             size, r). 0 = num_experts, which it must be without a placement */
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
-/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank); INVALID_ARGUMENT
- * for a field out of its range, a wire_dtype that is neither of the two too. The communicator must outlive the object.
- * On failure *ep is NULL on every rank. */
+/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank), the placement
+ * element by element; INVALID_ARGUMENT for a field out of its range, a wire_dtype that is neither of the two and a
+ * placement that leaves out an expert too. The communicator must outlive the object. On failure *ep is NULL on every
+ * rank.
+ * With a placement dispatch still takes experts, and what a rank receives are its physical experts, counted from its
+ * first. Of an expert with several copies a token takes the ones on its own rank, if there are any, otherwise those of
+ * all ranks: of n, in ascending order, number (t + rank) mod n, t the token's index in the call. So the same call
+ * always takes the same copies, and no rank asks another. Bits: a rank sums the experts that it has of a token, and
+ * combine adds the ranks' sums, so that y may differ in its last bits between two placements, or when a token moves to
+ * another row, as it may between two numbers of ranks. It does not from run to run, nor from transport to transport. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
 /* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
@@ -1099,20 +1110,25 @@ typedef struct epmoe_dispatch_args_t {
     int32_t max_rank_tokens; /* a promise, the same on all ranks: none has more tokens in this dispatch; 0 = none has
                                 more than its max_tokens. Over P2P, where the host knows no counts, what follows is
                                 made for size times as many rows */
+    int64_t *expert_load;    /* optional [E], in the tensors' kind of memory: how many slots of this rank's tokens chose
+                                each expert is added, but with reuse_routing. An error found before rows travel adds
+                                nothing; over P2P the device may find it afterwards */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
 /* Rows this rank received: one per (token, this rank) whatever the number of the token's experts here, ordered by
  * source rank, then token. The pointers are owned by the object and valid until the next dispatch or destroy. With one
  * rank nothing is copied: every token is a row, also one without experts, and x, ids and weights are the caller's own,
- * which must stay unchanged until combine; with wire_dtype F8_E4M3 x is the object's, rounded. */
+ * which must stay unchanged until combine; with wire_dtype F8_E4M3 x is the object's, rounded, with a placement the ids
+ * are. */
 typedef struct epmoe_dispatch_result_t {
     size_t struct_size;
     int32_t max_rows; /* bound of *num_rows */
     int32_t reserved;
     const int32_t *num_rows; /* [1], same memory kind as the tensors */
     const void *x;           /* [max_rows,d] */
-    const int32_t *ids;      /* [max_rows,k]: local expert ids (0 = first expert of this rank), -1 = not here */
+    const int32_t *ids;      /* [max_rows,k]: local expert ids (0 = first expert of this rank, with a placement its
+                                first physical one), -1 = not here */
     const float *weights;    /* [max_rows,k]; with more than one rank 0 where the id is -1 */
     void *y;                 /* [max_rows,d] of epmoe_ep_partial_dtype: where the caller puts each row's sum over the
                                 local experts, for combine; may be written only between dispatch and combine */
@@ -1153,6 +1169,18 @@ typedef struct epmoe_combine_args_t {
  * epmoe_ep_partial_dtype: BF16 for BF16, F32 otherwise; with one rank F32 always. */
 EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_t *args, epmoe_stream_t stream);
 EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
+
+/* Plans a placement for a load, such as expert_load summed over ranks and calls. Pure host code, and deterministic.
+ * Copies: one of each expert; each further one is of the expert with the most load per copy (equal: fewer copies first,
+ * then the lower id) among those that have fewer copies than there are ranks, if any. Ranks: the copies by descending
+ * share of load, each to the rank with the least load so far (equal: the lower) that has room and, if there is one, no
+ * copy of that expert yet. Within a rank experts ascend. Where the contiguous blocks of epmoe_expert_range(E, size, r)
+ * would leave the busiest rank with less, these are kept and filled up with copies that cost it nothing; with P = E
+ * also where they are as good. So the busiest rank's load, of copies that share evenly, is at most that of no
+ * placement. load           [E], each >= 0 num_physical   P, E..EPMOE_MAX_EXPERTS placement      out [P], as in
+ * epmoe_ep_config_t INVALID_ARGUMENT for a size out of its range or a negative load. */
+EPMOE_API epmoe_status_t epmoe_placement_plan(const int64_t *load, int32_t num_experts, int32_t num_physical,
+                                              int32_t size, int32_t *placement);
 
 /* ------------------------------------------------------------------------------------------------- layer config */
 
@@ -1197,6 +1225,8 @@ typedef struct epmoe_layer_config_t {
     float router_jitter;          /* SPARSE_MIXER; 0 = 0.01 */
     epmoe_dtype_t wire_dtype;     /* of the routed experts' x, as in epmoe_ep_config_t, with one rank too: 0 = dtype, or
                                      F8_E4M3. Router, shared expert and residual take x as it is */
+    const int32_t *placement; /* as in epmoe_ep_config_t, with one rank too: which physical experts this rank holds, */
+    int32_t num_physical;     /* copies included, for any way of giving it weights */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -1247,8 +1277,8 @@ EPMOE_API void epmoe_layer_destroy(epmoe_layer_t *layer); /* local; NULL is lega
 /* What a layer takes on one rank, before anything is made. */
 typedef struct epmoe_layer_memory_t {
     size_t struct_size;
-    int32_t first_expert;
-    int32_t local_experts;
+    int32_t first_expert;  /* with a placement the first physical one, */
+    int32_t local_experts; /* and how many of these */
     int64_t weight_bytes;
     int64_t workspace_bytes;
     int64_t comm_bytes;
@@ -1258,7 +1288,8 @@ typedef struct epmoe_layer_memory_t {
 EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
                                             epmoe_layer_memory_t *memory);
 
-/* This rank's weights. Experts are the local ones only (epmoe_expert_range): leading dimension local_experts. */
+/* This rank's weights. Experts are the local ones only (epmoe_expert_range): leading dimension local_experts. With a
+ * placement they are this rank's physical experts, each with the weights of its expert. */
 typedef struct epmoe_layer_weights_t {
     size_t struct_size;
     epmoe_dtype_t router_dtype;    /* of router and shared_gate: F32, BF16, F16. On CUDA config.dtype, or BF16 with
@@ -1338,6 +1369,8 @@ typedef struct epmoe_forward_args_t {
     void *const *stage_events; /* optional host [EPMOE_STAGE_COUNT + 1] cudaEvent_t (entries may be NULL), CUDA only:
                                   entry s is recorded where stage s ends, the last entry where forward begins; also
                                   inside a captured graph */
+    int64_t *expert_load;      /* optional [E]: adds how many slots of this rank's tokens chose each expert; see
+                                  epmoe_dispatch_args_t */
 } epmoe_forward_args_t;
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 
@@ -1473,6 +1506,7 @@ typedef struct epmoe_decoder_forward_args_t {
     double *stage_us;
     void *const *stage_events;
     int32_t max_rank_tokens;
+    int64_t *expert_load; /* not read with a dense MLP */
 } epmoe_decoder_forward_args_t;
 #define EPMOE_DECODER_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_decoder_forward_args_t)
 
