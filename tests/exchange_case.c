@@ -37,6 +37,26 @@ exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size)
     return c;
 }
 
+void exchange_place(testing_rng_t *rng, exchange_case_t *c)
+{
+    int32_t n = c->num_experts;
+    c->num_physical = n + testing_range(rng, 0, n + 2);
+    for (int32_t p = 0; p < c->num_physical; p++) c->placement[p] = p < n ? p : testing_range(rng, 0, n - 1);
+    for (int32_t p = c->num_physical - 1; p > 0; p--) {
+        int32_t other = testing_range(rng, 0, p), expert = c->placement[p];
+        c->placement[p] = c->placement[other];
+        c->placement[other] = expert;
+    }
+}
+
+exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size)
+{
+    exchange_case_t c = i % 4 == 3 ? exchange_coded_case(rng, i, size) : exchange_random_case(rng, i, size);
+    if (c.num_experts > 60) c.num_experts = 60;
+    exchange_place(rng, &c);
+    return c;
+}
+
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed)
 {
     return (exchange_case_t){.size = size,
@@ -121,7 +141,37 @@ epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank)
     config.max_tokens = c->tokens[rank % 8] + rank % 3;
     config.dtype = c->dtype;
     config.wire_dtype = c->wire;
+    config.num_physical = c->num_physical;
+    config.placement = c->num_physical ? c->placement : NULL;
     return config;
+}
+
+static int32_t physical_count(const exchange_case_t *c) { return c->num_physical ? c->num_physical : c->num_experts; }
+
+int32_t exchange_physical(const exchange_case_t *c, int32_t rank, int64_t t, int32_t expert)
+{
+    int32_t all[EXCHANGE_MAX_PHYSICAL], here[EXCHANGE_MAX_PHYSICAL], num_all = 0, num_here = 0;
+    if (!c->num_physical) return expert;
+    for (int32_t p = 0; p < c->num_physical; p++) {
+        if (c->placement[p] != expert) continue;
+        all[num_all++] = p;
+        if (exchange_owner(c->num_physical, c->size, p) == rank) here[num_here++] = p;
+    }
+    return num_here ? here[(t + rank) % num_here] : all[(t + rank) % num_all];
+}
+
+void exchange_add_load(const exchange_case_t *c, const exchange_inputs_t *inputs, int64_t *load)
+{
+    for (int64_t i = 0; i < (int64_t)inputs->num_tokens * c->top_k; i++)
+        if (inputs->ids[i] >= 0) load[inputs->ids[i]]++;
+}
+
+/* The first physical expert of a rank. */
+static int32_t first_physical(const exchange_case_t *c, int32_t rank)
+{
+    int32_t first = 0, count = physical_count(c);
+    while (first < count && exchange_owner(count, c->size, first) < rank) first++;
+    return first;
 }
 
 int32_t exchange_owner(int32_t num_experts, int32_t size, int32_t expert)
@@ -140,22 +190,23 @@ static double factor(const exchange_case_t *c, int32_t expert) { return c->ident
 void exchange_experts(const exchange_case_t *c, int32_t rank, epmoe_dtype_t partial_dtype,
                       const epmoe_dispatch_result_t *rows)
 {
-    int32_t first = 0;
-    while (first < c->num_experts && exchange_owner(c->num_experts, c->size, first) < rank) first++;
+    const int32_t first = first_physical(c, rank);
     for (int64_t i = 0; i < *rows->num_rows; i++) {
         double scale = 0;
         for (int32_t j = 0; j < c->top_k; j++) {
             int32_t id = rows->ids[i * c->top_k + j];
-            if (id >= 0) scale += (double)rows->weights[i * c->top_k + j] * factor(c, first + id);
+            int32_t expert = id < 0 ? -1 : c->num_physical ? c->placement[first + id] : first + id;
+            if (id >= 0) scale += (double)rows->weights[i * c->top_k + j] * factor(c, expert);
         }
         for (int64_t e = i * c->hidden; e < (i + 1) * c->hidden; e++)
             epmoei_store(rows->y, partial_dtype, e, (float)(scale * (double)epmoei_load(rows->x, c->dtype, e)));
     }
 }
 
-/* Compares the received row with the one that must come next on `rank`; says where they differ first. */
-static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *from, int64_t t,
-                         const epmoe_dispatch_result_t *rows, int64_t row)
+/* Compares the received row with the one that must come next on `rank`, token t of `source`; says where they differ
+ * first. */
+static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_inputs_t *from, int32_t source,
+                         int64_t t, const epmoe_dispatch_result_t *rows, int64_t row)
 {
     for (int64_t i = 0; i < c->hidden; i++) {
         float is = epmoei_load(rows->x, c->dtype, row * c->hidden + i);
@@ -165,11 +216,11 @@ static int32_t check_row(const exchange_case_t *c, int32_t rank, const exchange_
                 (double)is, (double)due);
         return 1;
     }
-    int32_t first = 0;
-    while (first < c->num_experts && exchange_owner(c->num_experts, c->size, first) < rank) first++;
+    const int32_t first = first_physical(c, rank);
     for (int32_t j = 0; j < c->top_k; j++) {
         int32_t id = from->ids[t * c->top_k + j], is = rows->ids[row * c->top_k + j];
-        bool here = id >= 0 && exchange_owner(c->num_experts, c->size, id) == rank;
+        if (id >= 0) id = exchange_physical(c, source, t, id);
+        bool here = id >= 0 && exchange_owner(physical_count(c), c->size, id) == rank;
         float weight = rows->weights[row * c->top_k + j], due = here ? from->weights[t * c->top_k + j] : 0;
         if (is == (here ? id - first : -1) && ((c->size == 1 && !here) || weight == due)) continue;
         fprintf(stderr, "rank %d: slot [%lld,%d] has id %d and weight %.9g, expected id %d and weight %.9g\n", rank,
@@ -189,10 +240,11 @@ int32_t exchange_check_rows(const exchange_case_t *c, int32_t rank, const epmoe_
             bool sent = c->size == 1; /* one rank: every token is a row */
             for (int32_t j = 0; j < c->top_k; j++) {
                 int32_t id = from.ids[t * c->top_k + j];
-                sent |= id >= 0 && exchange_owner(c->num_experts, c->size, id) == rank;
+                if (id >= 0) id = exchange_physical(c, source, t, id);
+                sent |= id >= 0 && exchange_owner(physical_count(c), c->size, id) == rank;
             }
             if (!sent) continue;
-            if (due >= *rows->num_rows || check_row(c, rank, &from, t, rows, due)) {
+            if (due >= *rows->num_rows || check_row(c, rank, &from, source, t, rows, due)) {
                 fprintf(stderr, "rank %d: row %lld is not token %lld of rank %d\n", rank, (long long)due, (long long)t,
                         source);
                 faults++;
@@ -239,6 +291,9 @@ int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, i
     exchange_inputs_t inputs = exchange_inputs(c, rank);
     int64_t y_bytes = (int64_t)inputs.num_tokens * c->hidden * epmoe_dtype_size(c->dtype);
     void *y = testing_buffer(y_bytes, 4);
+    int64_t *load = testing_buffer(c->num_experts * 8, 0), *load_due = allocate(c->num_experts * 8);
+    for (int32_t e = 0; e < c->num_experts; e++) load[e] = load_due[e] = 5 * e;
+    if (!reuse_routing) exchange_add_load(c, &inputs, load_due);
 
     epmoe_dispatch_args_t dispatch = EPMOE_DISPATCH_ARGS_INIT;
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
@@ -247,6 +302,7 @@ int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, i
     dispatch.x = inputs.num_tokens ? inputs.x : NULL;
     dispatch.ids = inputs.num_tokens ? inputs.ids : NULL;
     dispatch.weights = inputs.num_tokens ? inputs.weights : NULL;
+    dispatch.expert_load = load;
     epmoe_status_t status = epmoe_dispatch(ep, &dispatch, &rows, NULL);
     if (status == EPMOE_OK) {
         faults += exchange_check_rows(c, rank, &rows);
@@ -264,8 +320,12 @@ int32_t exchange_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *ep, i
         fprintf(stderr, "rank %d: %s: %s\n", rank, epmoe_status_string(status), epmoe_last_error());
         faults++;
     }
-    faults += !testing_guards_intact(y);
-    testing_buffer_free(y);
+    faults += !testing_guards_intact(y) || !testing_guards_intact(load);
+    if (memcmp(load, load_due, (size_t)c->num_experts * 8)) {
+        fprintf(stderr, "rank %d: expert_load is not what was chosen\n", rank);
+        faults++;
+    }
+    testing_buffer_free(y), testing_buffer_free(load), free(load_due);
     exchange_inputs_free(&inputs);
     return faults;
 }

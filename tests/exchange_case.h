@@ -6,6 +6,8 @@
 
 #include "tests/testing.h"
 
+enum { EXCHANGE_MAX_PHYSICAL = 128 };
+
 typedef struct exchange_case_t {
     int32_t size, num_experts, top_k, hidden;
     epmoe_dtype_t dtype;
@@ -15,6 +17,8 @@ typedef struct exchange_case_t {
     bool identity; /* experts return x, x is small integers, k a power of 2, weights are 1/k: y must be x exactly */
     bool plain;    /* no slot is -1, no shared expert's rows, no residual */
     int32_t first_id, last_id; /* ids are drawn from these; last_id 0 = all experts */
+    int32_t num_physical;      /* 0 = no placement */
+    int32_t placement[EXCHANGE_MAX_PHYSICAL];
 } exchange_case_t;
 
 typedef struct exchange_inputs_t {
@@ -31,6 +35,10 @@ typedef struct exchange_inputs_t {
 exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* The same with FP8 on the wire, at widths around the 128 columns of a scale. */
 exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size);
+/* Gives a case of at most 64 experts a random placement, with up to as many copies again. */
+void exchange_place(testing_rng_t *rng, exchange_case_t *c);
+/* A random case with one; some with FP8 on the wire. */
+exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* An identity case with very different token counts. */
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed);
 
@@ -38,6 +46,10 @@ exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank);
 void exchange_inputs_free(exchange_inputs_t *inputs);
 
 epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank);
+/* The physical expert that token t of `rank` takes for an expert: by the words of epmoe_ep_create, over all of them. */
+int32_t exchange_physical(const exchange_case_t *c, int32_t rank, int64_t t, int32_t expert);
+/* expert_load [E] that a dispatch of these tokens adds to what stands there. */
+void exchange_add_load(const exchange_case_t *c, const exchange_inputs_t *inputs, int64_t *load);
 /* The rank that owns an expert, found by dealing out blocks one after the other. */
 int32_t exchange_owner(int32_t num_experts, int32_t size, int32_t expert);
 

@@ -115,6 +115,12 @@ void exchange_device_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *e
     char *y = exchange_guarded(y_bytes);
     epmoe_dispatch_args_t args = exchange_dispatch_args(&on_device, inputs.num_tokens);
     args.reuse_routing = reuse_routing;
+    int64_t *load = calloc((size_t)c->num_experts + 1, 8), *load_due = calloc((size_t)c->num_experts + 1, 8);
+    exchange_expect(load && load_due, "memory");
+    for (int32_t e = 0; e < c->num_experts; e++) load[e] = load_due[e] = 5 * e;
+    load[c->num_experts] = load_due[c->num_experts] = -77; /* behind it */
+    args.expert_load = exchange_put(load, (c->num_experts + 1) * 8LL);
+    if (!reuse_routing) exchange_add_load(c, &inputs, load_due);
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
     exchange_must(epmoe_dispatch(ep, &args, &rows, exchange_stream));
     exchange_device_experts(c, rank, ep, &rows);
@@ -126,6 +132,10 @@ void exchange_device_round(const exchange_case_t *c, int32_t rank, epmoe_ep_t *e
     exchange_get(y_out, y, y_bytes);
     exchange_must(epmoe_comm_get_async_error(ep->comm));
     exchange_expect(exchange_check_output(c, rank, &inputs, y_out) == 0, "y");
+    exchange_get(load, args.expert_load, (c->num_experts + 1) * 8LL);
+    exchange_expect(!memcmp(load, load_due, ((size_t)c->num_experts + 1) * 8), "expert_load");
+    epmoei_memory_free(CUDA, args.expert_load);
+    free(load), free(load_due);
     exchange_guarded_free(y, y_bytes);
     exchange_device_free(&on_device);
     exchange_inputs_free(&inputs);

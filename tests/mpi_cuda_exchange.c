@@ -75,6 +75,27 @@ static void coded_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t 
     }
 }
 
+/* Copies of experts, for few tokens and for many. */
+static void placed_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t seed)
+{
+    testing_rng_t rng = testing_rng(seed + 2);
+    for (int32_t i = 0; i < 16; i++) {
+        exchange_case_t c = exchange_placed_case(&rng, i, size);
+        run_case(&c, comms, num_comms, 3);
+    }
+    for (int32_t i = 0; i < 4; i++) {
+        exchange_case_t c = exchange_placed_case(&rng, i, size);
+        if (c.hidden > 500) c.hidden = 8 * testing_range(&rng, 1, 60);
+        for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(&rng, 500, 900);
+        run_case(&c, comms, num_comms, 2);
+    }
+    for (int32_t i = 0; i < 2; i++) {
+        exchange_case_t c = exchange_identity_case(size, i ? 2880 : 96, EPMOE_BF16, seed);
+        exchange_place(&rng, &c);
+        run_case(&c, comms, num_comms, 2);
+    }
+}
+
 /* Identity experts give x back exactly, at widths of real models and around the sizes of vectors. */
 static void identity_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t seed)
 {
@@ -112,6 +133,7 @@ static void cases(uint64_t seed, int argc, char **transports)
         comms[num] = exchange_comm(CUDA, exchange_transport(transports[num - 1]), 0);
     random_cases(comms, num, seed);
     coded_cases(comms, num, seed);
+    placed_cases(comms, num, seed);
     identity_cases(comms, num, seed);
     empty_cases(comms, num, seed);
     for (int32_t i = 0; i < num; i++) epmoe_comm_destroy(comms[i]);

@@ -124,9 +124,14 @@ static void cases(uint64_t seed)
         run_case(comm, &c, 2);
         coded_alone(comm, &rng, i);
     }
+    for (int32_t i = 0; i < 16; i++) {
+        exchange_case_t c = exchange_placed_case(&rng, i, size);
+        run_case(comm, &c, 3);
+    }
     static const int32_t widths[] = {96, 1440, 2880, 7168};
     for (int32_t i = 0; i < 4; i++) {
         exchange_case_t c = exchange_identity_case(size, widths[i], EPMOE_BF16, seed);
+        if (i % 2) exchange_place(&rng, &c);
         run_case(comm, &c, 2);
     }
     epmoe_comm_destroy(comm);
@@ -168,6 +173,65 @@ static void broken_pipes(epmoe_comm_t *comm)
     int taken = 0;
     if (pipe_is_pending()) sigwait(&pipe, &taken);
     pthread_sigmask(SIG_UNBLOCK, &pipe, NULL);
+}
+
+/* One rank's placement is another, or none. */
+static void placements(epmoe_comm_t *comm)
+{
+    enum { EXPERTS = 50, PHYSICAL = 60, LAST = PHYSICAL - 1 };
+    int32_t placement[PHYSICAL], culprit = size - 1;
+    const bool is_it = rank == culprit;
+    char words[64];
+    epmoe_ep_t *ep = NULL;
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = EXPERTS, config.top_k = 2, config.hidden = 8, config.max_tokens = 4, config.dtype = EPMOE_F32;
+    config.placement = placement, config.num_physical = PHYSICAL;
+    for (int32_t p = 0; p < PHYSICAL; p++) placement[p] = p % EXPERTS;
+
+    if (is_it) placement[LAST] = 3;
+    snprintf(words, sizeof words, "placement[59] is 9 on rank 0 and 3 on rank %d", culprit);
+    exchange_must_fail(epmoe_ep_create(comm, &config, &ep), EPMOE_ERROR_MISMATCH, words, "an element that differs");
+    if (is_it) placement[LAST] = EXPERTS;
+    exchange_must_fail(epmoe_ep_create(comm, &config, &ep), is_it ? EPMOE_ERROR_INVALID_ARGUMENT : EPMOE_ERROR_PEER,
+                       "config.placement[59] is 50: expected an expert, 0..49", "an id out of range");
+    placement[LAST] = 9;
+    if (is_it) placement[20] = 21;
+    exchange_must_fail(epmoe_ep_create(comm, &config, &ep), is_it ? EPMOE_ERROR_INVALID_ARGUMENT : EPMOE_ERROR_PEER,
+                       "config.placement has 0 copies of expert 20", "an expert left out");
+    placement[20] = 20;
+    if (is_it) config.num_physical = LAST;
+    snprintf(words, sizeof words, "num_physical is 60 on rank 0 and 59 on rank %d", culprit);
+    exchange_must_fail(epmoe_ep_create(comm, &config, &ep), EPMOE_ERROR_MISMATCH, words, "another number");
+    config.num_physical = EXPERTS;
+    if (is_it) config.placement = NULL;
+    snprintf(words, sizeof words, "placement (0 = NULL) is 1 on rank 0 and 0 on rank %d", culprit);
+    exchange_must_fail(epmoe_ep_create(comm, &config, &ep), EPMOE_ERROR_MISMATCH, words, "no placement on one rank");
+    exchange_expect(ep == NULL, "an object after a failure");
+
+    /* The caller's array is read by create alone. */
+    config.placement = placement, config.num_physical = PHYSICAL;
+    exchange_must(epmoe_ep_create(comm, &config, &ep));
+    memset(placement, 0xFF, sizeof placement);
+    float x[8] = {1}, weights[2] = {0.5f, 0.25f}, y[8];
+    int32_t ids[2] = {EXPERTS - 1, EXPERTS};
+    int64_t load[EXPERTS] = {0};
+    epmoe_dispatch_args_t args = EPMOE_DISPATCH_ARGS_INIT;
+    epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+    args.num_tokens = 1, args.x = x, args.ids = ids, args.weights = weights, args.expert_load = load;
+    exchange_must_fail(epmoe_dispatch(ep, &args, &rows, NULL), EPMOE_ERROR_INVALID_ARGUMENT,
+                       "ids[0,1] is 50: expected -1..49", "a physical expert's id");
+    if (!is_it) ids[1] = -1;
+    exchange_must_fail(epmoe_dispatch(ep, &args, &rows, NULL), is_it ? EPMOE_ERROR_INVALID_ARGUMENT : EPMOE_ERROR_PEER,
+                       "ids[0,1]", "a bad id on one rank");
+    for (int32_t e = 0; e < EXPERTS; e++) exchange_expect(load[e] == 0, "a load after a failure");
+    ids[1] = -1;
+    exchange_must(epmoe_dispatch(ep, &args, &rows, NULL));
+    memset(rows.y, 0, (size_t)*rows.num_rows * sizeof x);
+    epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
+    combine.y = y;
+    exchange_must(epmoe_combine(ep, &combine, NULL));
+    for (int32_t e = 0; e < EXPERTS; e++) exchange_expect(load[e] == (e == EXPERTS - 1), "a load");
+    epmoe_ep_destroy(ep);
 }
 
 static void contract(void)
@@ -212,6 +276,7 @@ static void contract(void)
     epmoe_comm_destroy(second);
     exchange_expect(epmoei_now_seconds() - start < 0.5, "destroying waits for a peer");
     exchange_must(epmoe_comm_agree(comm, EPMOE_OK));
+    placements(comm);
     broken_pipes(comm);
     epmoe_comm_destroy(comm);
 }
