@@ -64,6 +64,29 @@ void ranks_expect_failure(ranks_t *ranks, const char *what, epmoe_status_t statu
     ranks_check(ranks, strstr(epmoe_last_error(), name), "%s: '%s' lacks '%s'", what, epmoe_last_error(), name);
 }
 
+void ranks_place(ranks_t *ranks, epmoe_layer_config_t *config, int32_t placement[RANKS_MAX_PHYSICAL])
+{
+    int32_t n = config->num_experts;
+    config->num_physical = n + testing_range(&ranks->rng, 0, n);
+    config->placement = placement;
+    for (int32_t p = 0; p < config->num_physical; p++) placement[p] = p < n ? p : testing_range(&ranks->rng, 0, n - 1);
+    for (int32_t p = config->num_physical - 1; p > 0; p--) {
+        int32_t other = testing_range(&ranks->rng, 0, p), expert = placement[p];
+        placement[p] = placement[other];
+        placement[other] = expert;
+    }
+}
+
+/* Of `ids`, in place of what the layers added. */
+static bool is_load_of(const int64_t *load, const int32_t *ids, int64_t slots, int32_t num_experts)
+{
+    int64_t *due = calloc((size_t)num_experts + 1, 8);
+    for (int64_t s = 0; s < slots; s++) due[ids[s]]++;
+    bool same = !memcmp(load, due, (size_t)num_experts * 8) && testing_guards_intact(load);
+    free(due);
+    return same;
+}
+
 epmoe_layer_t *ranks_create(ranks_t *ranks, const epmoe_layer_config_t *config)
 {
     epmoe_layer_t *layer = NULL;
@@ -77,6 +100,8 @@ epmoe_layer_t *ranks_create_alone(ranks_t *ranks, const epmoe_layer_config_t *co
     epmoe_layer_config_t own = *config;
     epmoe_layer_t *layer = NULL;
     own.capacity = 0;
+    own.placement = NULL;
+    own.num_physical = 0;
     epmoe_status_t status = epmoe_layer_create(&own, NULL, &layer);
     ranks_check(ranks, status == EPMOE_OK, "create alone: %s (%s)", epmoe_last_error(), layer_case_text(config));
     return layer;
@@ -112,6 +137,9 @@ void ranks_compare(ranks_t *ranks, const ranks_pair_t *pair, const ranks_call_t 
     int32_t *ids = testing_buffer(slots * 4, 0), *alone_ids = testing_buffer(slots * 4, 0);
     float *weights = testing_buffer(slots * 4, 0), *alone_weights = testing_buffer(slots * 4, 0);
     double *ref = malloc((size_t)elements * sizeof *ref + 1);
+    int64_t *load = testing_buffer(c->num_experts * 8, 0), *alone_load = testing_buffer(c->num_experts * 8, 0);
+    memset(load, 0, (size_t)c->num_experts * 8);
+    memset(alone_load, 0, (size_t)c->num_experts * 8);
     testing_fill_normal(&ranks->own, x, c->dtype, elements, 1);
     testing_fill_normal(&ranks->own, residual, c->dtype, elements, 1);
 
@@ -121,12 +149,12 @@ void ranks_compare(ranks_t *ranks, const ranks_pair_t *pair, const ranks_call_t 
     args.x = call->tokens ? x : NULL, args.y = call->tokens ? other : NULL;
     args.residual = call->residual && call->tokens ? residual : NULL;
     args.logits = call->logits;
-    args.ids_out = alone_ids, args.weights_out = alone_weights;
+    args.ids_out = alone_ids, args.weights_out = alone_weights, args.expert_load = alone_load;
     epmoe_status_t status = epmoe_layer_forward_args(pair->alone, &args, NULL);
     ranks_check(ranks, status == EPMOE_OK, "alone: %s", epmoe_last_error());
     for (int64_t i = 0; i < elements; i++) ref[i] = (double)epmoei_load(other, c->dtype, i);
 
-    args.y = call->tokens ? y : NULL, args.ids_out = ids, args.weights_out = weights;
+    args.y = call->tokens ? y : NULL, args.ids_out = ids, args.weights_out = weights, args.expert_load = load;
     status = epmoe_layer_forward_args(pair->layer, &args, NULL);
     ranks_check(ranks, status == EPMOE_OK, "%s (%s)", epmoe_last_error(), layer_case_text(c));
     double error = testing_row_error(y, c->dtype, ref, call->tokens, c->hidden);
@@ -136,12 +164,17 @@ void ranks_compare(ranks_t *ranks, const ranks_pair_t *pair, const ranks_call_t 
     ranks_check(ranks, !memcmp(weights, alone_weights, (size_t)slots * 4), "weights differ (%s)", layer_case_text(c));
     ranks_check(ranks, testing_guards_intact(y) && testing_guards_intact(ids), "guard (%s)", layer_case_text(c));
 
+    if (c->num_experts)
+        ranks_check(ranks,
+                    is_load_of(load, ids, slots, c->num_experts) && is_load_of(alone_load, ids, slots, c->num_experts),
+                    "expert_load (%s)", layer_case_text(c));
+    args.expert_load = NULL;
     memcpy(first, y, (size_t)bytes);
     if (call->in_place && call->tokens) args.y = call->residual ? residual : x;
     status = epmoe_layer_forward_args(pair->layer, &args, NULL);
     ranks_check(ranks, status == EPMOE_OK && (!bytes || !memcmp(args.y, first, (size_t)bytes)),
                 "the second run is another (%s)", layer_case_text(c));
-    void *buffers[] = {x, residual, y, ids, alone_ids, weights, alone_weights};
+    void *buffers[] = {x, residual, y, ids, alone_ids, weights, alone_weights, load, alone_load};
     for (size_t i = 0; i < sizeof buffers / sizeof buffers[0]; i++) testing_buffer_free(buffers[i]);
     free(first), free(other), free(ref);
 }

@@ -30,7 +30,12 @@ static inline int32_t ranks_culprit(const ranks_t *ranks, int32_t i) { return (i
 void ranks_expect_failure(ranks_t *ranks, const char *what, epmoe_status_t status, int32_t culprit,
                           epmoe_status_t expected, const char *word);
 
-/* The layer over all ranks (collective), and the same for this rank alone. NULL after a failed check. */
+/* Gives a config of at most 60 experts a random placement, the same on every rank, with up to as many copies again. */
+enum { RANKS_MAX_PHYSICAL = 128 };
+void ranks_place(ranks_t *ranks, epmoe_layer_config_t *config, int32_t placement[RANKS_MAX_PHYSICAL]);
+
+/* The layer over all ranks (collective), and the same for this rank alone, which has no placement. NULL after a failed
+ * check. */
 epmoe_layer_t *ranks_create(ranks_t *ranks, const epmoe_layer_config_t *config);
 epmoe_layer_t *ranks_create_alone(ranks_t *ranks, const epmoe_layer_config_t *config);
 /* Both, with the random weights of `seed`. */
@@ -46,8 +51,8 @@ typedef struct ranks_call_t {
     const float *logits; /* [tokens,E] or NULL */
     bool residual, in_place, by_num_tokens_dev;
 } ranks_call_t;
-/* One forward of both layers on new random tokens, compared; the layer over all ranks runs twice, which must give the
- * same bits. Collective. */
+/* One forward of both layers on new random tokens, compared, expert_load too; the layer over all ranks runs twice,
+ * which must give the same bits. Collective. */
 void ranks_compare(ranks_t *ranks, const ranks_pair_t *pair, const ranks_call_t *call);
 
 /* Logits [tokens,E] that route every token to experts first..first+k-1; free() them. */

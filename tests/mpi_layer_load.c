@@ -26,18 +26,20 @@ static void load_family(ranks_t *ranks, const char *folder, const char *family)
     if (!checkpoint) return;
     epmoe_checkpoint_get_info(checkpoint, &info);
     ranks_check(ranks, info.num_layers > 0, "%s has no layers", family);
-    for (int32_t i = 0; i < info.num_layers; i++) {
+    for (int32_t i = 0; i < 2 * info.num_layers; i++) {
+        int32_t placement[RANKS_MAX_PHYSICAL], index = i / 2;
         ranks_pair_t pair = {.config = EPMOE_LAYER_CONFIG_INIT};
-        epmoe_status_t status = epmoe_checkpoint_layer_config(checkpoint, i, &pair.config);
+        epmoe_status_t status = epmoe_checkpoint_layer_config(checkpoint, index, &pair.config);
+        if (i % 2 && pair.config.num_experts) ranks_place(ranks, &pair.config, placement);
         ranks_check(ranks, status == EPMOE_OK, "%s", epmoe_last_error());
         pair.config.dtype = EPMOE_F32;
         pair.config.max_tokens = 10;
         pair.layer = ranks_create(ranks, &pair.config);
         pair.alone = ranks_create_alone(ranks, &pair.config);
         if (!pair.layer || !pair.alone) break;
-        status = epmoe_layer_load_checkpoint(pair.layer, checkpoint, i, NULL);
+        status = epmoe_layer_load_checkpoint(pair.layer, checkpoint, index, NULL);
         ranks_check(ranks, status == EPMOE_OK, "%s: %s", family, epmoe_last_error());
-        status = epmoe_layer_load_checkpoint(pair.alone, checkpoint, i, NULL);
+        status = epmoe_layer_load_checkpoint(pair.alone, checkpoint, index, NULL);
         ranks_check(ranks, status == EPMOE_OK, "%s: %s", family, epmoe_last_error());
         ranks_call_t call = {.tokens = testing_range(&ranks->own, 0, 10), .residual = true};
         ranks_compare(ranks, &pair, &call);
