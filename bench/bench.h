@@ -8,6 +8,7 @@
 #include "bench/options.h"
 #include "bench/reference.h"
 #include "bench/routing.h"
+#include "comm/placement.h"
 
 typedef struct bench_t {
     program_t *program;
@@ -26,6 +27,8 @@ typedef struct bench_t {
     reference_t reference;
     float *selection_bias; /* [E] or NULL */
     routing_t routing;
+    int32_t *placement;         /* [config.num_physical] or NULL: contiguous; this and the next see placement.h */
+    epmoei_placement_t *placed; /* as this rank's tokens use it */
     ceilings_t ceilings;
     int64_t weight_bytes; /* of this rank */
 } bench_t;
@@ -90,7 +93,7 @@ typedef struct case_result_t {
     double wire_gbps, logical_gbps; /* dispatch and combine, the busiest rank */
     double wire_bytes;              /* what the busiest rank sends to others */
     double memory_gbps;             /* what the floor counts, all ranks, over the whole time */
-    double load_max_over_mean;      /* slots per expert */
+    double load_max_over_mean;      /* slots per physical expert */
     double rank_load_max_over_mean; /* slots per rank */
     bool checked;
     int64_t checked_rows;

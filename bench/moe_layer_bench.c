@@ -3,6 +3,7 @@
 #include "bench/bench.h"
 #include "bench/exchange.h"
 #include "bench/op.h"
+#include "bench/placement.h"
 #include "bench/report.h"
 
 #include "base/device.h"
@@ -247,6 +248,7 @@ static int work(program_t *program, const options_t *options)
     bool cuda = bench.backend == EPMOE_BACKEND_CUDA;
     EPMOEI_CHECK_GOTO(choose_graph(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
+    EPMOEI_CHECK_GOTO(placement_configure(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, cuda ? cuda_create(&bench.cuda) : EPMOE_OK), done);
     EPMOEI_CHECK_GOTO(ceilings_measure(&bench.ceilings, program, cuda ? &bench.cuda : NULL, product_dtype(&bench)),
                       done);
@@ -263,6 +265,7 @@ done:
     ceilings_free(&bench.ceilings);
     cuda_destroy(&bench.cuda);
     epmoei_free(bench.selection_bias);
+    placement_free(&bench);
     return program_agree_on_code(program, code);
 }
 

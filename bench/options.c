@@ -16,6 +16,7 @@ enum {
     OPT_CAPACITY,
     OPT_DTYPE,
     OPT_ROUTING,
+    OPT_PLACEMENT,
     OPT_BACKEND,
     OPT_TRANSPORT,
     OPT_ITERS,
@@ -46,6 +47,7 @@ static const struct option k_options[] = {
     {"capacity", required_argument, NULL, OPT_CAPACITY},
     {"dtype", required_argument, NULL, OPT_DTYPE},
     {"routing", required_argument, NULL, OPT_ROUTING},
+    {"placement", required_argument, NULL, OPT_PLACEMENT},
     {"backend", required_argument, NULL, OPT_BACKEND},
     {"transport", required_argument, NULL, OPT_TRANSPORT},
     {"iters", required_argument, NULL, OPT_ITERS},
@@ -88,6 +90,8 @@ static const char k_help[] =
     "  --routing R              uniform (default), zipf:S, one-expert, file:PATH (a JSON list of k ids per line, rank "
     "by\n"
     "                           rank), router (not forced; default with --checkpoint)\n"
+    "  --placement P            contiguous (default); balanced[:N]: N experts on all ranks together, copies of busy\n"
+    "                           ones included (default one more on each rank), placed for the load of all cases\n"
     "  --decoder                the whole decoder layer: prefill of one sequence of T tokens on each rank\n"
     "  --context N              of --decoder: one step of T sequences on each rank instead, each N tokens long with\n"
     "                           the new one, over a paged cache of random keys and values\n"
@@ -210,6 +214,16 @@ static const char *parse_routing(options_t *options, const char *text)
     return "uniform, zipf:S, one-expert, file:PATH or router";
 }
 
+static const char *parse_placement(options_t *options, const char *text)
+{
+    static const char expected[] = "contiguous, balanced or balanced:N with N from 1 on";
+    options->balanced = strcmp(text, "contiguous") != 0;
+    options->num_physical = 0;
+    if (!options->balanced || !strcmp(text, "balanced")) return NULL;
+    if (strncmp(text, "balanced:", 9)) return expected;
+    return parse_int32(text + 9, 1, INT32_MAX, &options->num_physical) ? NULL : expected;
+}
+
 static const char *parse_enum(const char *text, const char *const *names, const int32_t *values, int32_t *value,
                               const char *expected)
 {
@@ -282,6 +296,7 @@ static const char *parse_option(options_t *options, int option, const char *text
     case OPT_CAPACITY: return parse_int64(text, 1, INT32_MAX, &options->capacity) ? NULL : "a number of rows from 1 on";
     case OPT_DTYPE: return parse_dtype(options, text);
     case OPT_ROUTING: return parse_routing(options, text);
+    case OPT_PLACEMENT: return parse_placement(options, text);
     case OPT_BACKEND: return parse_backend(options, text);
     case OPT_TRANSPORT: return parse_transport(options, text);
     case OPT_ITERS: return parse_int32(text, 1, 1000000, &options->iters) ? NULL : "a number from 1 to 1000000";
@@ -339,6 +354,7 @@ static const char *check_together(options_t *options)
     if (options->op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
     if (options->op && options->wire_dtype && strcmp(options->op, "exchange"))
         return "--wire is for the layer and --op exchange";
+    if (options->op && options->balanced) return "--placement balanced is for the layer, not for --op";
     if (options->op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
     for (int32_t i = 0; i < options->num_cases && options->op; i++)
         if (!options->tokens[i]) return "--op needs at least one token";
@@ -346,6 +362,8 @@ static const char *check_together(options_t *options)
     if (!options->num_cases && !options->num_per_rank) options->tokens[options->num_cases++] = 16;
     if (options->num_per_rank) options->num_cases = 1;
     if (options->routing == ROUTING_DEFAULT) options->routing = options->model ? ROUTING_UNIFORM : ROUTING_ROUTER;
+    if (options->balanced && options->routing == ROUTING_ROUTER)
+        return "--placement balanced needs a --routing that is known before it runs, not router";
     return NULL;
 }
 

@@ -29,6 +29,8 @@ typedef struct options_t {
     int32_t context; /* of each sequence of a decode step; 0: prefill */
     routing_kind_t routing;
     double zipf_exponent;
+    bool balanced;        /* a placement is planned */
+    int32_t num_physical; /* of it; 0: one more expert on each rank */
     const char *routing_path;
     epmoe_backend_t backend;
     epmoe_transport_t transport;

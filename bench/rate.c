@@ -1,25 +1,26 @@
 #include "bench/agree.h"
-#include "bench/bench.h"
+#include "bench/placement.h"
 
 #include "base/dtype.h"
 #include "moe/layer.h"
 
 #include <string.h>
 
-/* What every rank knows of every rank after one exchange: slots [size,E] by expert, rows [size,size] by destination. */
+/* What every rank knows of every rank after one exchange: slots [size,P] by physical expert, rows [size,size] by
+ * destination. */
 typedef struct traffic_t {
     int64_t *own;
     int64_t *all;
     int64_t stride;
 } traffic_t;
 
-static void count_own(const bench_case_t *made, const bench_t *bench, int64_t *slots, int64_t *rows)
+/* ids: of physical experts */
+static void count_own(const bench_case_t *made, const bench_t *bench, const int32_t *ids, int64_t *slots, int64_t *rows)
 {
-    int32_t size = bench->program->size, k = bench->config.top_k, num_experts = bench->config.num_experts;
-    const int32_t *ids = made->ids.host;
+    int32_t size = bench->program->size, k = bench->config.top_k, num_physical = placement_num_physical(bench);
     for (int32_t r = 0; r < size; r++) {
         int32_t first = 0, count = 0;
-        epmoe_expert_range(num_experts, size, r, &first, &count);
+        epmoe_expert_range(num_physical, size, r, &first, &count);
         for (int32_t t = 0; t < made->num_tokens; t++) {
             int32_t here = 0;
             for (int32_t j = 0; j < k; j++) {
@@ -74,11 +75,12 @@ static work_t work_of(const bench_case_t *made, const bench_t *bench, const traf
     const epmoe_layer_config_t *config = &bench->config;
     const sizes_t sizes = stored_sizes(bench);
     int32_t size = bench->program->size, num_experts = config->num_experts, first = 0, count = 0;
+    int32_t num_physical = placement_num_physical(bench);
     double d = config->hidden, f = config->intermediate, fs = config->shared_intermediate, tokens = made->tokens[r];
     double act = epmoe_dtype_size(config->dtype), rows = tokens, active = 0, slots = 0;
-    epmoe_expert_range(num_experts, size, r, &first, &count);
+    epmoe_expert_range(num_physical, size, r, &first, &count);
     for (int32_t source = 0; source < size; source++)
-        if (source != r) rows += (double)traffic->all[source * traffic->stride + num_experts + r];
+        if (source != r) rows += (double)traffic->all[source * traffic->stride + num_physical + r];
     *rank_slots = 0;
     for (int32_t e = first; e < first + count; e++) {
         int64_t of_expert = 0;
@@ -135,13 +137,13 @@ static double floor_seconds(const bench_t *bench, const work_t *work)
 static double sent_bytes(const bench_t *bench, const traffic_t *traffic, int32_t r, bool own)
 {
     const epmoe_layer_config_t *config = &bench->config;
-    int32_t size = bench->program->size, num_experts = config->num_experts;
+    int32_t size = bench->program->size, num_physical = placement_num_physical(bench);
     double partial = config->dtype == EPMOE_BF16 && size > 1 ? 2 : 4, bytes = 0;
     double row = bench_wire_row(config) + 8.0 * config->top_k;
     for (int32_t peer = 0; peer < size; peer++) {
         if (peer == r && !own) continue;
-        bytes += row * (double)traffic->all[r * traffic->stride + num_experts + peer];
-        bytes += partial * config->hidden * (double)traffic->all[peer * traffic->stride + num_experts + r];
+        bytes += row * (double)traffic->all[r * traffic->stride + num_physical + peer];
+        bytes += partial * config->hidden * (double)traffic->all[peer * traffic->stride + num_physical + r];
     }
     return bytes;
 }
@@ -149,7 +151,7 @@ static double sent_bytes(const bench_t *bench, const traffic_t *traffic, int32_t
 static void fill_result(const bench_case_t *made, const bench_t *bench, const traffic_t *traffic, work_t *work,
                         case_result_t *result)
 {
-    int32_t size = bench->program->size, num_experts = bench->config.num_experts;
+    int32_t size = bench->program->size, num_physical = placement_num_physical(bench);
     double bytes = 0, flops = 0, wire = 0, logical = 0;
     int64_t slots = 0, most_slots = 0, most_of_rank = 0;
     for (int32_t r = 0; r < size; r++) {
@@ -163,7 +165,7 @@ static void fill_result(const bench_case_t *made, const bench_t *bench, const tr
         wire = away > wire ? away : wire;
         logical = with_own > logical ? with_own : logical;
     }
-    for (int32_t e = 0; e < num_experts; e++) {
+    for (int32_t e = 0; e < num_physical; e++) {
         int64_t of_expert = 0;
         for (int32_t r = 0; r < size; r++) of_expert += traffic->all[r * traffic->stride + e];
         most_slots = epmoei_max64(most_slots, of_expert);
@@ -178,7 +180,7 @@ static void fill_result(const bench_case_t *made, const bench_t *bench, const tr
     result->wire_bytes = wire;
     result->wire_gbps = exchange > 0 ? wire / exchange * 1e-9 : 0;
     result->logical_gbps = exchange > 0 ? logical / exchange * 1e-9 : 0;
-    result->load_max_over_mean = slots ? (double)most_slots * num_experts / (double)slots : 1;
+    result->load_max_over_mean = slots ? (double)most_slots * num_physical / (double)slots : 1;
     result->rank_load_max_over_mean = slots ? (double)most_of_rank * size / (double)slots : 1;
 }
 
@@ -186,17 +188,20 @@ epmoe_status_t case_rate(const bench_case_t *made, const bench_t *bench, case_re
 {
     epmoe_status_t status;
     int32_t size = bench->program->size;
-    traffic_t traffic = {.stride = (int64_t)bench->config.num_experts + size};
+    int32_t num_physical = placement_num_physical(bench), *ids = NULL;
+    traffic_t traffic = {.stride = (int64_t)num_physical + size};
     work_t *work = NULL;
     status = epmoei_alloc_for((void **)&traffic.own, traffic.stride * 8, "traffic");
     if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&traffic.all, size * traffic.stride * 8, "traffic");
     if (status == EPMOE_OK) status = epmoei_alloc_for((void **)&work, size * (int64_t)sizeof *work, "traffic");
+    if (status == EPMOE_OK) status = placement_ids(made, bench, &ids);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(bench->program->comm, status), done);
     memset(traffic.own, 0, (size_t)traffic.stride * 8);
-    count_own(made, bench, traffic.own, traffic.own + bench->config.num_experts);
+    count_own(made, bench, ids, traffic.own, traffic.own + num_physical);
     EPMOEI_CHECK_GOTO(epmoe_comm_all_gather(bench->program->comm, traffic.own, traffic.all, traffic.stride * 8), done);
     fill_result(made, bench, &traffic, work, result);
 done:
+    epmoei_free(ids);
     epmoei_free(work);
     epmoei_free(traffic.all);
     epmoei_free(traffic.own);

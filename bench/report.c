@@ -113,6 +113,8 @@ static void print_head(const bench_t *bench)
         printf("weights    random, seed %llu", (unsigned long long)bench->options->seed);
     printf(", %.1f MB in rank 0\n", (double)bench->weight_bytes * 1e-6);
     print_routing(bench);
+    if (bench->placement)
+        printf("placement  balanced: %d experts on all ranks, copies included\n", bench->config.num_physical);
     print_ceilings(bench);
     printf("timing     us of the slowest rank, %d warm-up and %d timed iterations, caches flushed before each",
            bench->warmup, bench->iters);

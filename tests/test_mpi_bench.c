@@ -192,6 +192,39 @@ Test(bench, floor_load_and_wire_bytes)
     testing_process_free(&process);
 }
 
+/* 8 ranks of one expert each, 4 tokens on each, all to experts 0 and 1: 32 slots on each of two ranks. Two more are
+ * copies of these, and four ranks share: a rank with a copy keeps its 4 tokens, of those of 6 ranks it gets 2 each. */
+Test(bench, balanced_placement)
+{
+    const char *const formats = "--routing one-expert --tokens 4 --iters 1 --format json";
+    testing_process_t process = run_bench(8, "%s %s --placement contiguous", golden("mixtral"), formats);
+    assert_good(&process, 1);
+    json_t *object = json_line(&process, 0);
+    cr_assert_eq(number(object, "rank_load_max_over_mean"), 4);
+    cr_assert_eq(number(object, "num_physical"), 8);
+    assert_text(object, "placement", "contiguous");
+    json_decref(object);
+    testing_process_free(&process);
+    process = run_bench(8, "%s %s --placement balanced:10", golden("mixtral"), formats);
+    assert_good(&process, 1);
+    object = json_line(&process, 0);
+    cr_assert_eq(number(object, "rank_load_max_over_mean"), 2);
+    cr_assert_eq(number(object, "load_max_over_mean"), 2.5); /* 16 on each of 4 copies, 64/10 on average */
+    cr_assert_eq(number(object, "num_physical"), 10);
+    assert_text(object, "placement", "balanced");
+    json_decref(object);
+    testing_process_free(&process);
+
+    static const char *const others[] = {"--decoder --routing zipf:1", "--routing zipf:2 --wire fp8",
+                                         "--routing uniform --dtype fp32"};
+    for (int32_t i = 0; i < 3; i++) {
+        process = run_bench(i == 2 ? 0 : 3, "%s %s --tokens 9 --iters 1 --placement balanced --format json",
+                            golden("qwen3_moe"), others[i]);
+        assert_good(&process, 1);
+        testing_process_free(&process);
+    }
+}
+
 Test(bench, time_is_that_of_the_slowest_rank)
 {
     testing_process_t process =
@@ -293,6 +326,11 @@ Test(bench, refusals)
         {"--dtype int4", 2, "bf16, fp16, fp32, fp8, w4 or mxfp4"},
         {"--routing random", 2, "uniform, zipf:S, one-expert, file:PATH or router"},
         {"--routing zipf:x", 2, "zipf:S"},
+        {"--placement even", 2, "contiguous, balanced or balanced:N"},
+        {"--placement balanced:x", 2, "contiguous, balanced or balanced:N"},
+        {"--placement balanced:127", 2, "num_physical is 127: expected 128 (num_experts)..4096"},
+        {"--placement balanced --routing router", 2, "not router"},
+        {"--placement balanced --op topk", 2, "not for --op"},
         {"--routing zipf:nan", 2, "zipf:S"},
         {"--routing file:/nowhere/at/all", 2, "/nowhere/at/all"},
         {"--backend gpu", 2, "auto, cpu or cuda"},
