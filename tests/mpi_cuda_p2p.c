@@ -2,7 +2,8 @@
  * mpirun:
  *   mpi_cuda_p2p rounds SEED N      N exchanges on one object, the numbers of tokens change; every tenth has the CPU's
  *                                   bits; rounds-fp8: with FP8 on the wire
- *   mpi_cuda_p2p graph SEED N       N replays of a graph with two dispatches in flight, other routing and T each time;
+ *   mpi_cuda_p2p graph SEED N       N replays of a graph with two dispatches in flight, one of them with copies of
+ *                                   experts, other routing and T each time;
  *                                   graph-fp8: one of them with FP8 on the wire
  *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all
  *   mpi_cuda_p2p calls              what is an error of one rank alone, and what is none
@@ -82,18 +83,24 @@ typedef struct layer_t {
     epmoe_ep_t *ep;
     exchange_device_t in;
     epmoe_dispatch_result_t rows;
-    char *y; /* guarded */
+    char *y;       /* guarded */
+    int64_t *load; /* device [E]: of all dispatches so far */
+    int64_t load_due[EXCHANGE_MAX_PHYSICAL];
 } layer_t;
 
 static const int64_t kRow = 264 * 2;
 
-static layer_t make_layer(epmoe_comm_t *comm, int32_t num_experts, int32_t top_k, epmoe_dtype_t wire)
+/* rng: with a placement that it draws. */
+static layer_t make_layer(epmoe_comm_t *comm, int32_t num_experts, int32_t top_k, epmoe_dtype_t wire,
+                          testing_rng_t *rng)
 {
     layer_t layer = {.rows = EPMOE_DISPATCH_RESULT_INIT};
     layer.c = exchange_identity_case(size, 264, EPMOE_BF16, 0);
     layer.c.num_experts = num_experts;
     layer.c.top_k = top_k;
     layer.c.wire = wire;
+    if (rng) exchange_place(rng, &layer.c);
+    layer.load = exchange_put(layer.load_due, num_experts * 8LL);
     layer.ep = object_for(comm, &layer.c);
     layer.in = (exchange_device_t){.x = exchange_put(NULL, MAX_T * kRow),
                                    .ids = exchange_put(NULL, MAX_T * top_k * 4),
@@ -106,6 +113,7 @@ static void free_layer(layer_t *layer)
 {
     epmoe_ep_destroy(layer->ep);
     exchange_device_free(&layer->in);
+    epmoei_memory_free(CUDA, layer->load);
     exchange_guarded_free(layer->y, MAX_T * kRow);
 }
 
@@ -113,6 +121,7 @@ static void put_inputs(layer_t *layer)
 {
     exchange_inputs_t inputs = exchange_inputs(&layer->c, rank);
     int64_t slots = (int64_t)inputs.num_tokens * layer->c.top_k * 4;
+    exchange_add_load(&layer->c, &inputs, layer->load_due);
     exchange_must(epmoei_memory_copy(CUDA, layer->in.x, inputs.x, inputs.num_tokens * kRow, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->in.ids, inputs.ids, slots, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->in.weights, inputs.weights, slots, exchange_stream));
@@ -127,6 +136,7 @@ static void enqueue_dispatch(layer_t *layer, const int32_t *tokens_dev, int32_t 
     epmoe_dispatch_args_t args = exchange_dispatch_args(&layer->in, num_tokens);
     args.num_tokens_dev = tokens_dev;
     args.max_rank_tokens = MAX_T;
+    args.expert_load = layer->load;
     exchange_must(epmoe_dispatch(layer->ep, &args, &layer->rows, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->rows.y, layer->rows.x, layer->rows.max_rows * kRow, exchange_stream));
 }
@@ -142,7 +152,10 @@ static void check_layer(const layer_t *layer, const char *what)
 {
     const exchange_case_t *c = &layer->c;
     exchange_inputs_t inputs = exchange_inputs(c, rank);
-    int32_t num_rows = -1, k = c->top_k;
+    int32_t num_rows = -1, k = c->top_k, num_physical = c->num_physical ? c->num_physical : c->num_experts;
+    int64_t load[EXCHANGE_MAX_PHYSICAL];
+    exchange_get(load, layer->load, c->num_experts * 8LL);
+    exchange_expect(!memcmp(load, layer->load_due, (size_t)c->num_experts * 8), "expert_load");
     exchange_get(&num_rows, layer->rows.num_rows, 4);
     exchange_expect(num_rows >= 0 && num_rows <= layer->rows.max_rows, what);
     void *x = allocate(num_rows * kRow);
@@ -159,7 +172,7 @@ static void check_layer(const layer_t *layer, const char *what)
     for (int64_t t = 0; t < MAX_T; t++) {
         uint32_t ranks = 0;
         for (int32_t j = 0; j < k && t < inputs.num_tokens; j++)
-            ranks |= 1u << exchange_owner(c->num_experts, size, inputs.ids[t * k + j]);
+            ranks |= 1u << exchange_owner(num_physical, size, exchange_physical(c, rank, t, inputs.ids[t * k + j]));
         for (int64_t i = t * 264; i < (t + 1) * 264; i++) {
             float due = t < inputs.num_tokens
                             ? (float)__builtin_popcount(ranks) * epmoei_load(inputs.arrived, EPMOE_BF16, i)
@@ -179,7 +192,8 @@ static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire)
 {
     testing_rng_t rng = testing_rng(seed);
     epmoe_comm_t *comm = p2p_comm(0);
-    layer_t layers[2] = {make_layer(comm, 24, 4, EPMOE_DTYPE_NONE), make_layer(comm, 1 + size / 2, 2, wire)};
+    layer_t layers[2] = {make_layer(comm, 24, 4, EPMOE_DTYPE_NONE, &rng),
+                         make_layer(comm, 1 + size / 2, 2, wire, NULL)};
     int32_t *tokens_dev = exchange_put(NULL, 4);
     cudaGraph_t captured;
     cudaGraphExec_t executable;

@@ -50,7 +50,7 @@ static void expect_ok(int32_t ranks, double limit_s, const char *prefix, const c
     testing_process_free(&run);
 }
 
-/* Of mpi_cuda_wire, which has no modes, "wire". */
+/* Of mpi_cuda_wire, which has no modes, "wire"; so mpi_cuda_placement. */
 static const char *with_seed(const char *mode, const char *rest)
 {
     static char arguments[128];
@@ -94,6 +94,17 @@ Test(mpi_cuda, layers_with_fp8_on_the_wire, .timeout = 600)
     expect_ok(2, 250, "", with_seed("wire", "p2p mpi"));
     need_nccl();
     expect_ok(2, 250, "", with_seed("wire", "nccl"));
+}
+
+/* Dispatch with copies of experts is among the cases above. */
+Test(mpi_cuda, layers_with_copies_of_experts, .timeout = 900)
+{
+    need_devices(1);
+    expect_ok(1, 200, "", with_seed("placement", "local"));
+    expect_ok(2, 250, "", with_seed("placement", "p2p mpi"));
+    expect_ok(4, 300, "", with_seed("placement", "p2p"));
+    need_nccl();
+    expect_ok(2, 250, "", with_seed("placement", "p2p nccl"));
 }
 
 Test(mpi_cuda, many_rounds_over_peer_memory, .timeout = 900)

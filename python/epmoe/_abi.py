@@ -627,6 +627,8 @@ class epmoe_ep_config_t(Structure):
         ("wire_dtype", c_int32),
         ("capacity", c_int64),
         ("comm_sms", c_int32),
+        ("placement", c_void_p),
+        ("num_physical", c_int32),
     ]
 
 
@@ -640,6 +642,7 @@ class epmoe_dispatch_args_t(Structure):
         ("weights", c_void_p),
         ("num_tokens_dev", c_void_p),
         ("max_rank_tokens", c_int32),
+        ("expert_load", c_void_p),
     ]
 
 
@@ -695,6 +698,8 @@ class epmoe_layer_config_t(Structure):
         ("fp8_activations", c_int32),
         ("router_jitter", c_float),
         ("wire_dtype", c_int32),
+        ("placement", c_void_p),
+        ("num_physical", c_int32),
     ]
 
 
@@ -762,6 +767,7 @@ class epmoe_forward_args_t(Structure):
         ("weights_out", c_void_p),
         ("stage_us", c_void_p),
         ("stage_events", POINTER(c_void_p)),
+        ("expert_load", c_void_p),
     ]
 
 
@@ -820,6 +826,7 @@ class epmoe_decoder_forward_args_t(Structure):
         ("stage_us", c_void_p),
         ("stage_events", POINTER(c_void_p)),
         ("max_rank_tokens", c_int32),
+        ("expert_load", c_void_p),
     ]
 
 
@@ -890,6 +897,7 @@ FUNCTIONS = {
     "epmoe_dispatch": (c_int32, [c_void_p, POINTER(epmoe_dispatch_args_t), POINTER(epmoe_dispatch_result_t), c_void_p]),
     "epmoe_combine": (c_int32, [c_void_p, POINTER(epmoe_combine_args_t), c_void_p]),
     "epmoe_ep_partial_dtype": (c_int32, [c_void_p]),
+    "epmoe_placement_plan": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
     "epmoe_preset_config": (c_int32, [c_char_p, POINTER(epmoe_layer_config_t)]),
     "epmoe_preset_name": (c_char_p, [c_int32]),
     "epmoe_checkpoint_open": (c_int32, [c_char_p, POINTER(c_void_p)]),
