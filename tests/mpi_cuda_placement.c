@@ -1,7 +1,9 @@
 /* Layers with copies of experts on a device, started by test_mpi_cuda.c under mpirun:
- *   mpi_cuda_placement SEED TRANSPORT...   over each of these a layer with a placement is that of no placement within
- * the tolerance of two roundings, has the same bits on every run, and counts its load; where it can be captured, a
- * replay does so too. Ids that are no expert Prints "ok" per rank and exits 0, or prints the error and exits 3. */
+ *   mpi_cuda_placement SEED TRANSPORT...
+ * Over each of these transports a layer with a placement is that of no placement within the tolerance of two roundings,
+ * has the same bits on every run, and counts its load; where it can be captured, a replay does so too.
+ *
+ * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
 #include "base/device.h"
 #include "comm/comm.h"
 #include "tests/exchange_device.h"
@@ -232,7 +234,7 @@ static void bad_ids(epmoe_comm_t *comm)
     exchange_must(epmoe_combine(ep, &combine, exchange_stream));
     exchange_get(load, args.expert_load, sizeof load);
     exchange_expect(load[0] == 1 && load[1] == 0 && load[2] == 0 && load[3] == 1, "the load of bad ids");
-    exchange_must_fail(epmoei_error_word_check(), EPMOE_ERROR_INVALID_ARGUMENT, NULL, "a bad id");
+    exchange_must_fail(epmoei_error_word_check(), EPMOE_ERROR_INVALID_ARGUMENT, "1 ids", "a bad id");
     exchange_must(epmoei_error_word_check());
     exchange_must(epmoe_comm_get_async_error(comm));
     epmoei_memory_free(CUDA, args.expert_load);

@@ -13,11 +13,11 @@ SPDX-License-Identifier: Apache-2.0
 
 from . import _abi
 from ._library import Error, library, version
-from .layer import Checkpoint, Comm, Layer, config, expert_range, preset, presets
+from .layer import Checkpoint, Comm, Layer, config, expert_range, placement_plan, preset, presets
 from .ops import align, experts, run, topk
 from .tensor import Tensor, as_tensor, empty, resolved
 
 STATUS = {name[6:]: value for name, value in vars(_abi).items() if name == "EPMOE_OK" or name.startswith("EPMOE_ERROR_")}
 __version__ = ".".join(map(str, version()))
 __all__ = ["Checkpoint", "Comm", "Error", "Layer", "STATUS", "Tensor", "align", "as_tensor", "config", "empty", "experts",
-           "expert_range", "library", "preset", "presets", "resolved", "run", "topk", "version"]
+           "expert_range", "library", "placement_plan", "preset", "presets", "resolved", "run", "topk", "version"]

@@ -13,7 +13,7 @@ _BACKENDS = {"auto": 0, CPU: _abi.EPMOE_BACKEND_CPU, CUDA: _abi.EPMOE_BACKEND_CU
 
 
 def config(**fields):
-    """An epmoe_layer_config_t with these fields; enums and dtypes by their names."""
+    """An epmoe_layer_config_t with these fields; enums and dtypes by their names. A placement is an argument of Layer."""
     result = _abi.epmoe_layer_config_t()
     fill(result, fields)
     return result
@@ -44,6 +44,19 @@ def expert_range(num_experts, size, rank):
     num_experts, size, rank = integer("num_experts", num_experts), integer("size", size), integer("rank", rank)
     check(library.epmoe_expert_range(num_experts, size, rank, ctypes.byref(first), ctypes.byref(count)))
     return first.value, count.value
+
+
+def placement_plan(load, num_physical, size):
+    """int32 [num_physical]: where the experts and their copies go on `size` ranks, for a load int64 [num_experts] such as
+    the expert_load of Layer.forward, summed over the ranks."""
+    load = named_tensor("load", load)
+    num_physical, size = integer("num_physical", num_physical), integer("size", size)
+    require(load, load.shape[:1] or (1,), "int64", CPU, "load", False)
+    if num_physical < 1:
+        raise ValueError(f"num_physical is {num_physical}: expected at least 1")
+    placement = empty((num_physical,), "int32", CPU)
+    check(library.epmoe_placement_plan(load.pointer, load.shape[0], num_physical, size, placement.pointer))
+    return placement
 
 
 class _Handle:
@@ -155,7 +168,8 @@ class Checkpoint(_Handle):
 def _weight_shapes(config, comm):
     """What set_weights takes by name: shape, and the dtypes of plain tensors."""
     d, f, shared, experts = config.hidden, config.intermediate, config.shared_intermediate, config.num_experts
-    local = expert_range(experts, comm.size, comm.rank)[1] if comm else experts
+    physical = config.num_physical or experts
+    local = expert_range(physical, comm.size, comm.rank)[1] if comm else physical
     own, any_float, single = (_NAMES[config.dtype],), ("float32", "bfloat16", "float16"), ("float32",)
     return {"router": ((experts, d), any_float), "router_bias": ((experts,), single),
             "selection_bias": ((experts,), single), "gate_up": ((local, 2 * f, d), own), "down": ((local, d, f), own),
@@ -165,13 +179,18 @@ def _weight_shapes(config, comm):
 
 class Layer(_Handle):
     """A MoE block: router, dispatch, experts, combine, shared expert. Collective over the communicator's ranks; without
-    one a rank alone, on the backend that `auto` is."""
+    one a rank alone, on the backend that `auto` is. placement: int32 tensor on the CPU, the expert of each physical
+    expert, of which set_weights takes this rank's."""
 
     _destroy = library.epmoe_layer_destroy
 
-    def __init__(self, config, comm=None):
+    def __init__(self, config, comm=None, *, placement=None):
         super().__init__()
         self._comm = comm  # must outlive the layer
+        if placement is not None:
+            placement, config = named_tensor("placement", placement), type(config).from_buffer_copy(config)
+            require(placement, placement.shape[:1] or (1,), "int32", CPU, "placement", False)
+            fill(config, {"placement": placement, "num_physical": placement.shape[0]})
         self.device = comm.device if comm else resolved("auto")
         if config.dtype not in _NAMES:
             raise ValueError(f"config.dtype is {config.dtype}: expected float32, bfloat16 or float16")
@@ -202,8 +221,9 @@ class Layer(_Handle):
         del kept
 
     def forward(self, x, *, out=None, residual=None, logits=None, logits_out=None, ids_out=None, weights_out=None,
-                num_tokens_dev=None, max_rank_tokens=0, stream=None):
-        """y [T,hidden] of x [T,hidden], both of the layer's dtype. On CUDA it only enqueues on `stream`, and the tensors
+                num_tokens_dev=None, max_rank_tokens=0, expert_load=None, stream=None):
+        """y [T,hidden] of x [T,hidden], both of the layer's dtype. expert_load, int64 [num_experts]: how many slots chose
+        each expert is added. On CUDA it only enqueues on `stream`, and the tensors
         must live until it has run."""
         x = as_tensor(x, stream)
         tokens = x.shape[0] if x.shape else 0
@@ -215,13 +235,15 @@ class Layer(_Handle):
         for name, value, shape, dtype, written in (
                 ("residual", residual, x.shape, x.dtype, False), ("logits", logits, routed, "float32", False),
                 ("logits_out", logits_out, routed, "float32", True), ("ids_out", ids_out, chosen, "int32", True),
-                ("weights_out", weights_out, chosen, "float32", True)):
+                ("weights_out", weights_out, chosen, "float32", True),
+                ("expert_load", expert_load, (self.num_experts,), "int64", True)):
             if value is not None:
                 require(as_tensor(value, stream), shape, dtype, self.device, name, written)
         args = _abi.epmoe_forward_args_t()
         kept = fill(args, {"num_tokens": tokens, "max_rank_tokens": max_rank_tokens, "x": x, "y": y,
                            "residual": residual, "num_tokens_dev": num_tokens_dev, "logits": logits,
-                           "logits_out": logits_out, "ids_out": ids_out, "weights_out": weights_out}, stream)
+                           "logits_out": logits_out, "ids_out": ids_out, "weights_out": weights_out,
+                           "expert_load": expert_load}, stream)
         check(library.epmoe_layer_forward_args(self.handle, ctypes.byref(args), stream))
         del kept
         return out

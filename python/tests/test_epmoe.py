@@ -118,6 +118,29 @@ class Refused(unittest.TestCase):
         self.assertEqual(outputs[0][0], outputs[1][0])
         self.assertNotEqual(outputs[0][1], outputs[1][1])
 
+    def test_placement(self):
+        # 12 becomes two copies; with 6, 4 and 2 they make 10 and 14, since two ranks of 5 have 3 and 2.
+        load = tensor([12, 6, 4, 2], "q", 4)
+        placement = epmoe.placement_plan(load, 5, 2)
+        self.assertEqual(placement.tolist(), [0, 1, 3, 0, 2])
+        with self.assertRaisesRegex(epmoe.Error, "num_physical is 3: expected 4"):
+            epmoe.placement_plan(load, 3, 2)
+        config = epmoe.config(hidden=64, intermediate=32, num_experts=4, top_k=2, dtype="float32", max_tokens=4)
+        x, outputs, counted = tensor([math.sin(i) for i in range(256)], "f", 4, 64), [], tensor([0, 0, 7, 0], "q", 4)
+        ids = epmoe.empty((4, 2), "int32")
+        with epmoe.Comm("cpu") as comm:
+            for placed in (None, placement):
+                with epmoe.Layer(config, comm, placement=placed) as layer:
+                    layer.set_random_weights()
+                    outputs.append(sum(layer.forward(x, expert_load=counted, ids_out=ids).tolist(), []))
+                    with self.assertRaisesRegex(ValueError, "expert_load is .*expected shape"):
+                        layer.forward(x, expert_load=tensor([0] * 5, "q", 5))
+            with self.assertRaisesRegex(epmoe.Error, r"placement\[2\] is 4: expected an expert, 0..3"):
+                epmoe.Layer(config, comm, placement=tensor([0, 1, 4, 2, 3], "i", 5))
+        self.assertLess(math.dist(*outputs), 1e-5 * math.hypot(*outputs[0]))
+        chosen = sum(ids.tolist(), [])
+        self.assertEqual(counted.tolist(), [2 * chosen.count(e) + 7 * (e == 2) for e in range(4)])
+
     def test_bias_of_experts(self):
         x, ids, weights = tensor([1, 2], "f", 1, 2), tensor([0], "i", 1, 1), tensor([1], "f", 1, 1)
         w13, w2 = tensor([1] * 8, "f", 1, 4, 2), tensor([1] * 4, "f", 1, 2, 2)
