@@ -1085,9 +1085,10 @@ typedef struct epmoe_ep_config_t {
  * With a placement dispatch still takes experts, and what a rank receives are its physical experts, counted from its
  * first. Of an expert with several copies a token takes the ones on its own rank, if there are any, otherwise those of
  * all ranks: of n, in ascending order, number (t + rank) mod n, t the token's index in the call. So the same call
- * always takes the same copies, and no rank asks another. Bits: a rank sums the experts that it has of a token, and
- * combine adds the ranks' sums, so that y may differ in its last bits between two placements, or when a token moves to
- * another row, as it may between two numbers of ranks. It does not from run to run, nor from transport to transport. */
+ * always takes the same copies, and no rank asks another.
+ * Bits: a rank sums the experts that it has of a token, and combine adds the ranks' sums, so that y may differ in its
+ * last bits between two placements, or when a token moves to another row, as it may between two numbers of ranks. It
+ * does not from run to run, nor from transport to transport. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
 /* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
@@ -1171,14 +1172,16 @@ EPMOE_API epmoe_status_t epmoe_combine(epmoe_ep_t *ep, const epmoe_combine_args_
 EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
 
 /* Plans a placement for a load, such as expert_load summed over ranks and calls. Pure host code, and deterministic.
+ *   load           [E], each >= 0
+ *   num_physical   P, E..EPMOE_MAX_EXPERTS
+ *   placement      out [P], as in epmoe_ep_config_t
  * Copies: one of each expert; each further one is of the expert with the most load per copy (equal: fewer copies first,
  * then the lower id) among those that have fewer copies than there are ranks, if any. Ranks: the copies by descending
  * share of load, each to the rank with the least load so far (equal: the lower) that has room and, if there is one, no
  * copy of that expert yet. Within a rank experts ascend. Where the contiguous blocks of epmoe_expert_range(E, size, r)
  * would leave the busiest rank with less, these are kept and filled up with copies that cost it nothing; with P = E
- * also where they are as good. So the busiest rank's load, of copies that share evenly, is at most that of no
- * placement. load           [E], each >= 0 num_physical   P, E..EPMOE_MAX_EXPERTS placement      out [P], as in
- * epmoe_ep_config_t INVALID_ARGUMENT for a size out of its range or a negative load. */
+ * also where they are as good. So the busiest rank's load, of copies that share evenly, is at most that without a
+ * placement. INVALID_ARGUMENT for a size out of its range or a negative load. */
 EPMOE_API epmoe_status_t epmoe_placement_plan(const int64_t *load, int32_t num_experts, int32_t num_physical,
                                               int32_t size, int32_t *placement);
 
