@@ -298,11 +298,27 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
 
 /* -------------------------------------------------------------------------------------------------------- choice */
 
-/* 32 * kValues experts at most, a warp per row; team_floats of shared memory per warp. */
-template <int kValues>
-static __global__ void __launch_bounds__(kValues <= 8 ? kSingleThreads : kWideSingleThreads, kValues <= 4 ? 2 : 1)
-    route_rows_kernel(const route_params_t p, int32_t team_floats)
+/* The most common rules: softmax over all experts, nothing added to logits or scores, which nobody else reads. */
+static bool is_plain(const route_params_t &p)
 {
+    return p.topk.scoring == EPMOE_SCORING_SOFTMAX && !p.topk.selection_bias && p.topk.topk_group >= p.topk.n_group &&
+           !p.bias && !p.logits;
+}
+
+/* 32 * kValues experts at most, a warp per row; team_floats of shared memory per warp. kPlain: code of these rules
+ * alone, of which there is less than half as much to come from the memory. */
+template <int kValues, bool kPlain>
+static __global__ void __launch_bounds__(kValues <= 8 ? kSingleThreads : kWideSingleThreads, kValues <= 4 ? 2 : 1)
+    route_rows_kernel(const route_params_t params, int32_t team_floats)
+{
+    route_params_t p = params;
+    if constexpr (kPlain) {
+        p.topk.scoring = EPMOE_SCORING_SOFTMAX;
+        p.topk.selection_bias = nullptr;
+        p.topk.n_group = p.topk.topk_group = 1;
+        p.bias = nullptr;
+        p.logits = nullptr;
+    }
     extern __shared__ __align__(16) float teams[];
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int32_t step = gridDim.x * warps, first_row = blockIdx.x * warps + warp;
@@ -385,7 +401,7 @@ static bool is_single(const route_params_t &p)
            p.topk.num_tokens * row_bytes <= most_bytes;
 }
 
-template <int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe_stream_t stream)
+template <int kValues, bool kPlain> static epmoe_status_t launch_rows(route_params_t p, epmoe_stream_t stream)
 {
     const int32_t kBlocksPerSm = kValues <= 4 ? 8 : 4;
     const epmoei_device_info_t *device = epmoei_device_current();
@@ -396,9 +412,10 @@ template <int kValues> static epmoe_status_t launch_rows(route_params_t p, epmoe
     size_t shared_bytes = ((size_t)(threads / 32 * team_floats) + (p.single ? 2 * (size_t)p.topk.num_experts : 0)) * 4;
     /* Many blocks would take the issue slots of the product that they wait for. */
     p.rehearses = p.single && device->arch == 90;
-    EPMOEI_CHECK(allow_shared((const void *)route_rows_kernel<kValues>, shared_bytes));
-    cudaError_t error = epmoei_launch_dependent(route_rows_kernel<kValues>, (unsigned)blocks, (unsigned)threads,
-                                                shared_bytes, stream, p, team_floats);
+    void (*kernel)(route_params_t, int32_t) = route_rows_kernel<kValues, kPlain>;
+    EPMOEI_CHECK(allow_shared((const void *)kernel, shared_bytes));
+    cudaError_t error =
+        epmoei_launch_dependent(kernel, (unsigned)blocks, (unsigned)threads, shared_bytes, stream, p, team_floats);
     return epmoei_cuda_status((int32_t)error, "the choice of experts");
 }
 
@@ -414,11 +431,12 @@ static epmoe_status_t launch_blocks(const route_params_t &p, epmoe_stream_t stre
 
 static epmoe_status_t launch_choice(const route_params_t &p, epmoe_stream_t stream)
 {
-    if (p.topk.num_experts <= 32) return launch_rows<1>(p, stream);
-    if (p.topk.num_experts <= 64) return launch_rows<2>(p, stream);
-    if (p.topk.num_experts <= 128) return launch_rows<4>(p, stream);
-    if (p.topk.num_experts <= 256) return launch_rows<8>(p, stream);
-    if (p.topk.num_experts <= 512) return launch_rows<16>(p, stream);
+    const bool plain = is_plain(p);
+    if (p.topk.num_experts <= 32) return plain ? launch_rows<1, true>(p, stream) : launch_rows<1, false>(p, stream);
+    if (p.topk.num_experts <= 64) return plain ? launch_rows<2, true>(p, stream) : launch_rows<2, false>(p, stream);
+    if (p.topk.num_experts <= 128) return plain ? launch_rows<4, true>(p, stream) : launch_rows<4, false>(p, stream);
+    if (p.topk.num_experts <= 256) return launch_rows<8, false>(p, stream);
+    if (p.topk.num_experts <= 512) return launch_rows<16, false>(p, stream);
     return launch_blocks(p, stream);
 }
 
