@@ -62,6 +62,105 @@ __device__ __forceinline__ epmoei_head_place_t epmoei_head_place(int32_t lanes, 
     return place;
 }
 
+/* ------------------------------------------------------------------------------------------------- walks over heads
+ *
+ * Kernels bound by memory have as many blocks as the SMs hold at once. Each walks over units, `tokens` tokens times
+ * `slots` heads, in steps of the grid, and threadIdx.x = (token * slots + slot) * lanes + lane as above. The two runs
+ * of a thread come through a ring in shared memory that is its own: copies of later units are under way while it
+ * computes, without registers and without barriers. */
+static const int kHeadStages = 4;        /* one is read while the others arrive */
+static const int kHeadWalkThreads = 288; /* of a block at most */
+static const int kHeadWalkBlocks = 3;    /* of an SM, of blocks of so many threads: 110 KB of rings */
+
+struct epmoei_head_walk_grid_t {
+    dim3 blocks;
+    dim3 threads;
+    size_t shared_bytes;
+    int32_t lanes;
+    int32_t slots;
+    int32_t tokens;
+    int32_t groups; /* units side by side: of all heads */
+};
+
+/* lanes <= kHeadWalkThreads. */
+static inline epmoei_head_walk_grid_t epmoei_head_walk_grid(int64_t num_tokens, int64_t heads, int32_t lanes)
+{
+    const int64_t kFewThreads = 64, kThreadsPerSm = kHeadWalkThreads * kHeadWalkBlocks;
+    const epmoei_device_info_t *device = epmoei_device_current();
+    const int64_t num_sms = device ? device->num_sms : 1;
+    int64_t groups = epmoei_ceil_div(heads, kHeadWalkThreads / lanes), slots = epmoei_ceil_div(heads, groups);
+    while (slots > 1 && slots * lanes > kFewThreads && num_tokens * groups < num_sms) {
+        slots = epmoei_ceil_div(slots, 2);
+        groups = epmoei_ceil_div(heads, slots);
+    }
+    int64_t tokens = epmoei_max64(1, 2 * kFewThreads / (slots * lanes));
+    tokens = epmoei_max64(1, epmoei_min64(tokens, num_tokens * groups / num_sms));
+    const int64_t threads = epmoei_round_up(tokens * slots * lanes, 32);
+    const int64_t units = epmoei_ceil_div(num_tokens, tokens) * groups;
+    epmoei_head_walk_grid_t grid;
+    grid.blocks = dim3((unsigned)epmoei_min64(units, num_sms * epmoei_max64(1, kThreadsPerSm / threads)));
+    grid.threads = dim3((unsigned)threads);
+    grid.shared_bytes = (size_t)(threads * kHeadStages) * 2 * sizeof(uint4);
+    grid.lanes = lanes;
+    grid.slots = (int32_t)slots;
+    grid.tokens = (int32_t)tokens;
+    grid.groups = (int32_t)groups;
+    return grid;
+}
+
+/* A thread's place in the unit where a walk stands; all threads of a block go the same number of steps. */
+struct epmoei_head_walk_t {
+    int64_t token;  /* of this thread */
+    int64_t behind; /* tokens from the unit's first one on; none: the walk has ended */
+    int32_t slot;
+    int32_t group;
+
+    __device__ __forceinline__ void begin(int64_t num_tokens, int32_t slots, int32_t tokens, int32_t groups,
+                                          int32_t lanes)
+    {
+        const uint32_t above = threadIdx.x / (uint32_t)lanes, inside = above / (uint32_t)slots;
+        const uint32_t unit = blockIdx.x / (uint32_t)groups;
+        slot = (int32_t)(above - inside * (uint32_t)slots);
+        group = (int32_t)(blockIdx.x - unit * (uint32_t)groups);
+        behind = num_tokens - (int64_t)unit * tokens;
+        /* What fills the last warp has no token. */
+        token = inside < (uint32_t)tokens ? (int64_t)unit * tokens + inside : num_tokens;
+    }
+    __device__ __forceinline__ void step(int32_t tokens, int32_t groups)
+    {
+        const uint32_t units = gridDim.x / (uint32_t)groups;
+        int64_t on = units;
+        group += (int32_t)(gridDim.x - units * (uint32_t)groups);
+        if (group >= groups) group -= groups, on++;
+        token += on * tokens;
+        behind -= on * tokens;
+    }
+};
+
+/* The thread's 2 * 16 bytes of each stage. */
+struct epmoei_head_ring_t {
+    uint32_t own;
+
+    __device__ __forceinline__ uint32_t place(int32_t stage) const { return own + (uint32_t)stage * blockDim.x * 32; }
+    /* One group of copies; nothing where not `valid`. */
+    __device__ __forceinline__ void copy(int32_t stage, const void *a, const void *b, bool valid) const
+    {
+        ptx_cp_async_16_if(place(stage), a, 16, valid);
+        ptx_cp_async_16_if(place(stage) + blockDim.x * 16, b, 16, valid);
+        ptx_cp_async_commit();
+    }
+    /* Of the oldest group. */
+    __device__ __forceinline__ void take(uint4 &a, uint4 &b, int32_t stage) const
+    {
+        uint32_t words[2][4];
+        ptx_cp_async_wait<kHeadStages - 2>();
+        ptx_load_shared_16(words[0], place(stage));
+        ptx_load_shared_16(words[1], place(stage) + blockDim.x * 16);
+        a = make_uint4(words[0][0], words[0][1], words[0][2], words[0][3]);
+        b = make_uint4(words[1][0], words[1][1], words[1][2], words[1][3]);
+    }
+};
+
 /* ------------------------------------------------------------------------------------------ positions and the table */
 
 struct epmoei_positions_t {

@@ -1,8 +1,6 @@
 #include "dense_layers/heads_cuda.cuh"
 #include "dense_layers/qk_norm_rope.h"
 
-/* Heads of which a thread loads its two runs before it stores the first. */
-static const int kHeadsInFlight = 2;
 static const int kMostHeads = 1 << 30;
 static const int kWarps = 8; /* of a block of the kernel for any head */
 
@@ -27,6 +25,7 @@ struct qk_t {
     int32_t lanes;   /* shares rounded up to a power of two, at most a warp */
     int32_t slots;
     int32_t tokens;
+    int32_t groups;
 };
 
 __device__ __forceinline__ float mean_rsqrt(const qk_t &p, double sum)
@@ -40,14 +39,18 @@ __device__ __forceinline__ float normalised(float value, float weight, float r, 
     return __fmul_rn(__fmul_rn(value, r), __fadd_rn(weight, offset));
 }
 
-template <int kRun>
-__device__ __forceinline__ void normalise_run(float (&values)[kRun], const qk_t &p, const void *weights, int64_t col,
-                                              float r)
+/* kAsData: weights of the dtype of the heads. */
+template <typename T, bool kAsData>
+__device__ __forceinline__ void normalise_run(float (&values)[epmoei_part_size<T>], const qk_t &p, const void *weights,
+                                              int64_t col, float r)
 {
-    float w[kRun];
-    epmoei_load_floats(w, weights, p.weight_dtype, col);
+    float w[epmoei_part_size<T>];
+    if (kAsData)
+        epmoei_load_floats_of(w, (const T *)weights + col);
+    else
+        epmoei_load_floats(w, weights, p.weight_dtype, col);
 #pragma unroll
-    for (int i = 0; i < kRun; i++) values[i] = normalised(values[i], w[i], r, p.offset);
+    for (int i = 0; i < epmoei_part_size<T>; i++) values[i] = normalised(values[i], w[i], r, p.offset);
 }
 
 /* Squares of fp32 values are exact in double, and no finite head overflows it. */
@@ -61,62 +64,66 @@ template <typename T> __device__ __forceinline__ double squares(const uint4 &par
     return sum;
 }
 
-/* Part of a warp per head, which stays in registers. Heads of whole runs at aligned addresses, at most kMostHeads. */
-template <typename T> static __global__ void __launch_bounds__(256, 3) qk_kernel(qk_t p)
+/* Part of a warp per head. Heads of whole runs at aligned addresses, at most kMostHeads. */
+template <typename T, bool kAsData>
+static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_kernel(qk_t p)
 {
     constexpr int kRun = epmoei_part_size<T>;
-    epmoei_begin_dependent();
-    const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.slots, p.tokens, p.num_tokens);
-    const int64_t position = at.live ? epmoei_load_index(p.positions.data, p.positions.dtype, at.token) : 0;
-    const bool rotates = at.lane < p.rotated;
-    bool works = at.live && at.lane < p.shares;
+    extern __shared__ uint4 stages[];
+    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_walk_t at, ahead;
+    at.begin(p.num_tokens, p.slots, p.tokens, p.groups, p.lanes);
+    ahead = at;
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes), all_heads = (int32_t)p.all_heads;
+    const bool rotates = lane < p.rotated, shares = lane < p.shares;
     /* Behind the rotated columns the rest of the head, as two halves as well. */
-    const int32_t a_col = (rotates ? at.lane : at.lane + p.rotated) * kRun;
+    const int32_t a_col = (rotates ? lane : lane + p.rotated) * kRun;
     const int32_t apart = rotates ? p.half : (p.shares - p.rotated) * kRun;
-    epmoei_turn_t<kRun> turn = {};
-    T *data = (T *)p.qkv + at.token * p.stride + (int64_t)at.head * p.head_dim + a_col;
-    const int32_t step = p.slots * (int32_t)gridDim.y, all_heads = (int32_t)p.all_heads;
+    epmoei_begin_dependent();
+    const auto data_at = [&](int64_t token, int32_t head) {
+        return (T *)p.qkv + token * p.stride + (int64_t)head * p.head_dim + a_col;
+    };
+    const auto copy_ahead = [&](int32_t stage) {
+        const int32_t head = ahead.group * p.slots + ahead.slot;
+        const bool valid = shares && ahead.token < p.num_tokens && head < all_heads;
+        const T *from = data_at(valid ? ahead.token : 0, valid ? head : 0);
+        ring.copy(stage, from, from + apart, valid);
+        ahead.step(p.tokens, p.groups);
+    };
+    const auto position_at = [&](int64_t token) {
+        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    };
+#pragma unroll
+    for (int i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
+    int64_t position = position_at(at.token);
     /* Whole warps, whose lanes add up their squares. */
-    for (int32_t first = 0; first < all_heads; first += kHeadsInFlight * step) {
-        uint4 a[kHeadsInFlight], b[kHeadsInFlight];
-        double sums[kHeadsInFlight];
-#pragma unroll
-        for (int i = 0; i < kHeadsInFlight; i++) {
-            const bool valid = works && first + at.head + i * step < all_heads;
-            const T *from = data + (int64_t)(first + i * step) * p.head_dim;
-            a[i] = ptx_load_once_16(from, valid);
-            b[i] = ptx_load_once_16(from + apart, valid);
-        }
-        /* Behind the loads of the first heads, which so wait for no position. */
-        if (first == 0 && works) {
-            const float *row = epmoei_table_row(p.positions, position, at.head == 0 && at.lane == 0);
-            works = row != NULL;
-            if (works && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < kHeadsInFlight; i++) sums[i] = squares<T>(a[i]) + squares<T>(b[i]);
-        for (int32_t offset = p.lanes / 2; offset; offset /= 2) {
-#pragma unroll
-            for (int i = 0; i < kHeadsInFlight; i++) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], offset);
-        }
-#pragma unroll
-        for (int i = 0; i < kHeadsInFlight; i++) {
-            const int32_t head = first + at.head + i * step;
-            if (!works || head >= all_heads) continue;
-            const void *weights = head < p.num_heads ? p.q_weight : p.k_weight;
-            const float r = mean_rsqrt(p, sums[i]);
-            float x[kRun], y[kRun];
-            ptx_forget(a[i]);
-            ptx_forget(b[i]);
-            epmoei_unpack_part<T>(x, a[i]);
-            epmoei_unpack_part<T>(y, b[i]);
-            normalise_run(x, p, weights, a_col, r);
-            normalise_run(y, p, weights, a_col + apart, r);
-            if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
-            T *to = data + (int64_t)(first + i * step) * p.head_dim;
-            *(uint4 *)to = epmoei_pack_part<T>(x);
-            *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
-        }
+    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
+        const int32_t head = at.group * p.slots + at.slot;
+        const bool works = shares && at.token < p.num_tokens && head < all_heads;
+        const float *row = works ? epmoei_table_row(p.positions, position, head == 0 && lane == 0) : NULL;
+        epmoei_turn_t<kRun> turn = {};
+        if (row && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
+        T *to = data_at(row ? at.token : 0, row ? head : 0);
+        at.step(p.tokens, p.groups);
+        position = position_at(at.token);
+        uint4 a, b;
+        ring.take(a, b, stage);
+        copy_ahead((stage + kHeadStages - 1) % kHeadStages);
+        double sum = row ? squares<T>(a) + squares<T>(b) : 0.0;
+        for (int32_t offset = p.lanes / 2; offset; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+        if (!row) continue;
+        const void *weights = head < p.num_heads ? p.q_weight : p.k_weight;
+        const float r = mean_rsqrt(p, sum);
+        float x[kRun], y[kRun];
+        ptx_forget(a);
+        ptx_forget(b);
+        epmoei_unpack_part<T>(x, a);
+        epmoei_unpack_part<T>(y, b);
+        normalise_run<T, kAsData>(x, p, weights, a_col, r);
+        normalise_run<T, kAsData>(y, p, weights, a_col + apart, r);
+        if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
+        *(uint4 *)to = epmoei_pack_part<T>(x);
+        *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
     }
 }
 
@@ -173,7 +180,7 @@ template <typename T> static cudaError_t launch_any(const qk_t &p, epmoe_stream_
     return epmoei_launch_dependent(qk_any_kernel<T>, dim3((unsigned)blocks), dim3(32, kWarps), 0, stream, p);
 }
 
-template <typename T> static epmoe_status_t launch(qk_t p, epmoe_stream_t stream)
+template <typename T> static epmoe_status_t launch(qk_t p, epmoe_dtype_t dtype, epmoe_stream_t stream)
 {
     const int32_t run = epmoei_part_size<T>;
     p.shares = p.head_dim / (2 * run);
@@ -183,12 +190,15 @@ template <typename T> static epmoe_status_t launch(qk_t p, epmoe_stream_t stream
     if (!whole) return epmoei_cuda_status((int32_t)launch_any<T>(p, stream), "epmoe_qk_norm_rope");
     int32_t lanes = 1;
     while (lanes < p.shares) lanes *= 2;
-    const epmoei_head_grid_t grid = epmoei_head_grid(p.num_tokens, p.all_heads, lanes);
+    const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, lanes);
     p.lanes = grid.lanes;
     p.slots = grid.slots;
     p.tokens = grid.tokens;
-    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(qk_kernel<T>, grid.blocks, grid.threads, 0, stream, p),
-                              "epmoe_qk_norm_rope");
+    p.groups = grid.groups;
+    const auto kernel = p.weight_dtype == dtype ? qk_kernel<T, true> : qk_kernel<T, false>;
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, grid.shared_bytes, stream, p),
+        "epmoe_qk_norm_rope");
 }
 
 extern "C" epmoe_status_t epmoei_qk_norm_rope_sm80(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream)
@@ -220,8 +230,8 @@ extern "C" epmoe_status_t epmoei_qk_norm_rope_sm80(const epmoe_qk_norm_rope_args
     p.head_dim = args->head_dim;
     p.half = args->rotary_dim / 2;
     switch (args->dtype) {
-    case EPMOE_BF16: return launch<__nv_bfloat16>(p, stream);
-    case EPMOE_F16: return launch<__half>(p, stream);
-    default: return launch<float>(p, stream);
+    case EPMOE_BF16: return launch<__nv_bfloat16>(p, args->dtype, stream);
+    case EPMOE_F16: return launch<__half>(p, args->dtype, stream);
+    default: return launch<float>(p, args->dtype, stream);
     }
 }

@@ -1,9 +1,6 @@
 #include "dense_layers/heads_cuda.cuh"
 #include "dense_layers/rope.h"
 
-/* Heads of which a thread loads its two runs before it stores the first. */
-static const int kHeadsInFlight = 2;
-
 struct rope_t {
     void *q;
     void *k;
@@ -17,30 +14,10 @@ struct rope_t {
     int64_t all_heads;
     int32_t num_tokens;
     int32_t half;
-    int32_t runs; /* threads' shares of a head */
     int32_t lanes;
     int32_t slots;
     int32_t tokens;
-};
-
-/* What a thread holds of a head until it rotates it: as stored, to need few registers. */
-template <typename T, int kRun> struct held_t {
-    uint4 part;
-    __device__ __forceinline__ void load(const T *from, bool valid) { part = ptx_load_once_16(from, valid); }
-    __device__ __forceinline__ void unpack(float (&values)[kRun]) const { epmoei_unpack_part<T>(values, part); }
-    static __device__ __forceinline__ void store(T *to, const float (&values)[kRun])
-    {
-        *(uint4 *)to = epmoei_pack_part<T>(values);
-    }
-};
-template <typename T> struct held_t<T, 1> {
-    T element;
-    __device__ __forceinline__ void load(const T *from, bool valid) { element = valid ? *from : T(); }
-    __device__ __forceinline__ void unpack(float (&values)[1]) const { values[0] = epmoei_to_float(element); }
-    static __device__ __forceinline__ void store(T *to, const float (&values)[1])
-    {
-        *to = epmoei_from_float<T>(values[0]);
-    }
+    int32_t groups;
 };
 
 template <typename T> __device__ __forceinline__ T *head_row(const rope_t &p, int64_t token, int64_t head)
@@ -49,65 +26,101 @@ template <typename T> __device__ __forceinline__ T *head_row(const rope_t &p, in
     return (T *)p.k + token * p.k_stride + (head - p.num_heads) * p.head_stride;
 }
 
-template <typename T, int kRun> static __global__ void __launch_bounds__(256, 3) rope_kernel(rope_t p)
+/* Runs of 16 bytes, a share of a head for each lane. */
+template <typename T> static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope_kernel(rope_t p)
+{
+    constexpr int kRun = epmoei_part_size<T>;
+    extern __shared__ uint4 stages[];
+    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_walk_t at, ahead;
+    at.begin(p.num_tokens, p.slots, p.tokens, p.groups, p.lanes);
+    ahead = at;
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes);
+    const int64_t first = (int64_t)lane * kRun;
+    epmoei_begin_dependent();
+    const auto copy_ahead = [&](int32_t stage) {
+        const int64_t head = (int64_t)ahead.group * p.slots + ahead.slot;
+        const bool valid = ahead.token < p.num_tokens && head < p.all_heads;
+        const T *from = valid ? head_row<T>(p, ahead.token, head) + first : (const T *)p.q;
+        ring.copy(stage, from, from + p.half, valid);
+        ahead.step(p.tokens, p.groups);
+    };
+    const auto position_at = [&](int64_t token) {
+        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    };
+#pragma unroll
+    for (int i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
+    int64_t position = position_at(at.token);
+    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
+        const int64_t head = (int64_t)at.group * p.slots + at.slot;
+        const bool works = at.token < p.num_tokens && head < p.all_heads;
+        const float *row = works ? epmoei_table_row(p.positions, position, head == 0 && lane == 0) : NULL;
+        epmoei_turn_t<kRun> turn = {};
+        if (row) epmoei_load_turn<kRun>(turn, row, first, p.half, p.style, p.direction);
+        T *to = row ? head_row<T>(p, at.token, head) + first : NULL;
+        at.step(p.tokens, p.groups);
+        position = position_at(at.token);
+        uint4 a, b;
+        ring.take(a, b, stage);
+        copy_ahead((stage + kHeadStages - 1) % kHeadStages);
+        if (!row) continue;
+        float x[kRun], y[kRun];
+        epmoei_unpack_part<T>(x, a);
+        epmoei_unpack_part<T>(y, b);
+        epmoei_rotate<kRun>(x, y, turn, p.style);
+        *(uint4 *)to = epmoei_pack_part<T>(x);
+        *(uint4 *)(to + p.half) = epmoei_pack_part<T>(y);
+    }
+}
+
+/* Element by element. */
+template <typename T> static __global__ void __launch_bounds__(256) rope_any_kernel(rope_t p)
 {
     epmoei_begin_dependent();
     const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.slots, p.tokens, p.num_tokens);
     if (!at.live) return;
     const int64_t position = epmoei_load_index(p.positions.data, p.positions.dtype, at.token);
-    const int64_t step = (int64_t)p.slots * gridDim.y;
-    for (int32_t run = at.lane; run < p.runs; run += p.lanes) {
-        const int64_t first = (int64_t)run * kRun;
+    const float *row = epmoei_table_row(p.positions, position, at.head == 0 && at.lane == 0);
+    if (!row) return;
+    for (int32_t pair = at.lane; pair < p.half; pair += p.lanes) {
         int64_t a_col, b_col;
-        epmoei_pair_columns<kRun>(a_col, b_col, first, p.half, p.style);
-        epmoei_turn_t<kRun> turn = {};
-        for (int64_t head = at.head; head < p.all_heads; head += kHeadsInFlight * step) {
-            held_t<T, kRun> a[kHeadsInFlight], b[kHeadsInFlight];
-            T *rows[kHeadsInFlight];
-#pragma unroll
-            for (int i = 0; i < kHeadsInFlight; i++) {
-                const bool valid = head + i * step < p.all_heads;
-                rows[i] = head_row<T>(p, at.token, valid ? head + i * step : 0);
-                a[i].load(rows[i] + a_col, valid);
-                b[i].load(rows[i] + b_col, valid);
-            }
-            /* Behind the loads of the first heads, which so wait for no position. */
-            if (head == at.head) {
-                const float *row = epmoei_table_row(p.positions, position, head == 0 && run == 0);
-                if (!row) return;
-                epmoei_load_turn<kRun>(turn, row, first, p.half, p.style, p.direction);
-            }
-#pragma unroll
-            for (int i = 0; i < kHeadsInFlight; i++) {
-                if (head + i * step >= p.all_heads) break;
-                float x[kRun], y[kRun];
-                a[i].unpack(x);
-                b[i].unpack(y);
-                epmoei_rotate<kRun>(x, y, turn, p.style);
-                held_t<T, kRun>::store(rows[i] + a_col, x);
-                held_t<T, kRun>::store(rows[i] + b_col, y);
-            }
+        epmoei_pair_columns<1>(a_col, b_col, pair, p.half, p.style);
+        const float cosine = row[pair], sine = p.direction * row[p.half + pair];
+        for (int64_t head = at.head; head < p.all_heads; head += (int64_t)p.slots * gridDim.y) {
+            T *data = head_row<T>(p, at.token, head);
+            float a = epmoei_to_float(data[a_col]), b = epmoei_to_float(data[b_col]);
+            epmoei_rotate_pair(a, b, cosine, sine);
+            data[a_col] = epmoei_from_float<T>(a);
+            data[b_col] = epmoei_from_float<T>(b);
         }
     }
 }
 
-template <typename T, int kRun> static epmoe_status_t launch_runs(rope_t p, epmoe_stream_t stream)
+template <typename T> static cudaError_t launch_any(rope_t p, epmoe_stream_t stream)
 {
-    p.runs = p.half / kRun;
-    const epmoei_head_grid_t grid = epmoei_head_grid(p.num_tokens, p.all_heads, p.runs < 256 ? p.runs : 256);
+    const epmoei_head_grid_t grid = epmoei_head_grid(p.num_tokens, p.all_heads, p.half < 256 ? p.half : 256);
     p.lanes = grid.lanes;
     p.slots = grid.slots;
     p.tokens = grid.tokens;
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(rope_kernel<T, kRun>, grid.blocks, grid.threads, 0, stream, p), "epmoe_rope");
+    return epmoei_launch_dependent(rope_any_kernel<T>, grid.blocks, grid.threads, 0, stream, p);
+}
+
+template <typename T> static cudaError_t launch_whole(rope_t p, epmoe_stream_t stream)
+{
+    const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, p.half / epmoei_part_size<T>);
+    p.lanes = grid.lanes;
+    p.slots = grid.slots;
+    p.tokens = grid.tokens;
+    p.groups = grid.groups;
+    return epmoei_launch_dependent(rope_kernel<T>, grid.blocks, grid.threads, grid.shared_bytes, stream, p);
 }
 
 template <typename T> static epmoe_status_t launch(const rope_t &p, epmoe_stream_t stream)
 {
     constexpr int kRun = epmoei_part_size<T>;
-    const bool whole =
-        p.half % kRun == 0 && p.head_stride % kRun == 0 && p.q_stride % kRun == 0 && p.k_stride % kRun == 0;
-    return whole ? launch_runs<T, kRun>(p, stream) : launch_runs<T, 1>(p, stream);
+    bool whole = p.half % kRun == 0 && p.head_stride % kRun == 0 && p.q_stride % kRun == 0 && p.k_stride % kRun == 0;
+    whole = whole && p.half / kRun <= kHeadWalkThreads;
+    return epmoei_cuda_status((int32_t)(whole ? launch_whole<T>(p, stream) : launch_any<T>(p, stream)), "epmoe_rope");
 }
 
 extern "C" epmoe_status_t epmoei_rope_sm80(const epmoe_rope_args_t *args, epmoe_stream_t stream)
