@@ -23,14 +23,40 @@ struct cache_write_t {
 
 /* ----------------------------------------------------------------------------------------------------------- kernel */
 
-/* The slot, or -1: one thread of each token counts what is outside [-1, num_slots). */
-__device__ __forceinline__ int64_t slot_of(const cache_write_t &p, int64_t token, bool counts)
+/* The slots of the next tokens of a thread as they lie in memory, all asked for before the first is looked at. */
+struct raw_slots_t {
+    int32_t low[kTokensInFlight];
+    int32_t high[kTokensInFlight]; /* of I64 */
+};
+
+/* -1 behind the last token. */
+__device__ __forceinline__ void load_slots(const cache_write_t &p, raw_slots_t &raw, int64_t token, int64_t step)
 {
-    const int64_t slot =
-        p.slots_dtype == EPMOE_I64 ? ((const int64_t *)p.slots)[token] : ((const int32_t *)p.slots)[token];
-    if (slot >= 0 && slot < p.num_slots) return slot;
-    if (slot != -1 && counts) epmoei_count_bad(p.error_word, 1);
-    return -1;
+    const int32_t wide = p.slots_dtype == EPMOE_I64;
+#pragma unroll
+    for (int i = 0; i < kTokensInFlight; i++) {
+        raw.low[i] = raw.high[i] = -1;
+        if (token + i * step >= p.num_tokens) continue;
+        const int32_t *word = (const int32_t *)p.slots + ((token + i * step) << wide);
+        raw.low[i] = word[0];
+        if (wide) raw.high[i] = word[1];
+    }
+}
+
+/* -1 for what is outside [-1, num_slots), which one thread of each token counts. */
+__device__ __forceinline__ void check_slots(const cache_write_t &p, int64_t (&slots)[kTokensInFlight],
+                                            const raw_slots_t &raw, bool counts)
+{
+    int32_t bad = 0;
+#pragma unroll
+    for (int i = 0; i < kTokensInFlight; i++) {
+        const int64_t wide = (int64_t)((uint64_t)(uint32_t)raw.high[i] << 32 | (uint32_t)raw.low[i]);
+        slots[i] = p.slots_dtype == EPMOE_I64 ? wide : raw.low[i];
+        if (slots[i] >= -1 && slots[i] < p.num_slots) continue;
+        slots[i] = -1;
+        bad++;
+    }
+    if (bad && counts) epmoei_count_bad(p.error_word, bad);
 }
 
 /* Of a slot or a column. */
@@ -47,9 +73,12 @@ __device__ __forceinline__ int64_t cache_element(const cache_write_t &p, const e
     return block * side.block_stride + (slot - block * p.block_size) * side.place_step + inside;
 }
 
+/* Blocks of 256 threads that an SM holds: E4M3 takes more registers. */
+template <typename Stored> static constexpr int blocks_per_sm = sizeof(Stored) == 1 ? 3 : 4;
+
 /* blockIdx.x and threadIdx.x are the run and, below it, the lane's token in a group; blockIdx.y is the first group. */
 template <typename T, typename Stored, int kRun>
-static __global__ void __launch_bounds__(256, 4) cache_write_kernel(cache_write_t p)
+static __global__ void __launch_bounds__(256, blocks_per_sm<Stored>) cache_write_kernel(cache_write_t p)
 {
     const int64_t flat = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, all = flat >> p.log2_lanes;
     const int32_t lane = threadIdx.x & ((1 << p.log2_lanes) - 1);
@@ -64,17 +93,18 @@ static __global__ void __launch_bounds__(256, 4) cache_write_kernel(cache_write_
     epmoei_divisor_t divisor = {1.0f, 1.0f, 1.0f};
     if (sizeof(Stored) == 1 && side.scale) divisor = epmoei_divisor(*side.scale);
     const int64_t step = (int64_t)gridDim.y << p.log2_lanes;
-    for (int64_t first = ((int64_t)blockIdx.y << p.log2_lanes) + lane; first < p.num_tokens;
-         first += kTokensInFlight * step) {
+    int64_t token = ((int64_t)blockIdx.y << p.log2_lanes) + lane;
+    raw_slots_t raw;
+    load_slots(p, raw, token, step);
+    for (; token < p.num_tokens; token += kTokensInFlight * step) {
         epmoei_cache_run_t<T, kRun> held[kTokensInFlight];
         int64_t slots[kTokensInFlight];
+        check_slots(p, slots, raw, counts);
 #pragma unroll
         for (int i = 0; i < kTokensInFlight; i++)
-            slots[i] = first + i * step < p.num_tokens ? slot_of(p, first + i * step, counts) : -1;
-#pragma unroll
-        for (int i = 0; i < kTokensInFlight; i++)
-            epmoei_cache_load<T, kRun>(held[i], (const T *)side.from + (first + i * step) * side.stride + column,
+            epmoei_cache_load<T, kRun>(held[i], (const T *)side.from + (token + i * step) * side.stride + column,
                                        slots[i] >= 0, p.log2_lanes > 0);
+        load_slots(p, raw, token + kTokensInFlight * step, step);
 #pragma unroll
         for (int i = 0; i < kTokensInFlight; i++)
             if (slots[i] >= 0)
@@ -93,7 +123,12 @@ static epmoe_status_t launch_runs(cache_write_t p, const epmoe_cache_write_args_
     /* In V1 the places of a block are neighbours, so neighbouring threads take neighbouring tokens. */
     int32_t lanes = 1;
     for (; args->layout == EPMOE_CACHE_LAYOUT_V1 && lanes < 32 && lanes < args->num_tokens; lanes *= 2) p.log2_lanes++;
-    const epmoei_row_grid_t grid = epmoei_row_grid(epmoei_ceil_div(args->num_tokens, lanes), p.all_runs * lanes);
+    epmoei_row_grid_t grid = epmoei_row_grid(epmoei_ceil_div(args->num_tokens, lanes), p.all_runs * lanes);
+    /* No more blocks than the SMs hold at once, which then end together. */
+    const epmoei_device_info_t *device = epmoei_device_current();
+    const int64_t threads = (device ? device->num_sms : 1) * (int64_t)blocks_per_sm<Stored> * 256;
+    const int64_t most = epmoei_max64(1, threads / ((int64_t)grid.blocks.x * grid.threads.x));
+    grid.blocks.y = (unsigned)epmoei_min64(grid.blocks.y, most);
     return epmoei_cuda_status(
         (int32_t)epmoei_launch_dependent(cache_write_kernel<T, Stored, kRun>, grid.blocks, grid.threads, 0, stream, p),
         "epmoe_cache_write");
