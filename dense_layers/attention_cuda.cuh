@@ -89,23 +89,44 @@ __device__ __forceinline__ int32_t first_key(const attention_t &p, int32_t posit
     return p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
 }
 
+/* All of it is asked for at once. */
+struct sequence_t {
+    int32_t first; /* of its tokens */
+    int32_t end;
+    int32_t length;
+};
+
+__device__ __forceinline__ sequence_t read_sequence(const attention_t &p, int32_t seq)
+{
+    return {p.query_start[seq], p.query_start[seq + 1], p.seq_lens[seq]};
+}
+
 /* All lanes of a warp call it. */
 __device__ __forceinline__ tile_t find_tile(const attention_t &p, int32_t index)
 {
     const int32_t *start = p.query_start;
     const int32_t queries = p.tiling.queries;
+    sequence_t own;
     tile_t tile = {};
     int32_t token = index;
     if (p.tiling.kind == EPMOEI_TILES_OF_SEQUENCES) {
         tile.seq = index;
-        token = start[index];
+        own = read_sequence(p, index);
+        token = own.first;
     } else if (p.tiling.kind == EPMOEI_TILES_OF_TOKENS) {
-        tile.seq = last_begun(p.num_seqs, index, [&](int32_t b) { return (int64_t)start[b]; });
+        /* Where sequences have one token each there is nothing to search for. */
+        tile.seq = min(index, p.num_seqs - 1);
+        own = read_sequence(p, tile.seq);
+        if (own.first > index || own.end <= index) {
+            tile.seq = last_begun(p.num_seqs, index, [&](int32_t b) { return (int64_t)start[b]; });
+            own = read_sequence(p, tile.seq);
+        }
     } else {
         tile.seq = last_begun(p.num_seqs, index, [&](int32_t b) { return (int64_t)start[b] / queries + b; });
-        token = start[tile.seq] + (index - start[tile.seq] / queries - tile.seq) * queries;
+        own = read_sequence(p, tile.seq);
+        token = own.first + (index - own.first / queries - tile.seq) * queries;
     }
-    const int32_t last = start[tile.seq + 1], all = last - start[tile.seq], length = p.seq_lens[tile.seq];
+    const int32_t last = own.end, all = last - own.first, length = own.length;
     if (all < p.least_queries || all > p.most_queries) return tile;
     tile.first = min(token, last);
     tile.end = min(token + queries, last);

@@ -34,15 +34,16 @@ static epmoei_attention_way_t choose_way(const epmoe_attention_args_t *args)
     return latent ? EPMOEI_ATTENTION_LATENT : EPMOEI_ATTENTION_ANY;
 }
 
-/* Waves of blocks times the length of one, which begins and ends with the work of about 128 keys; half a wave more,
- * since sequences differ in length. */
+/* Waves of blocks times the length of one, in keys: a block begins and ends with the work of about 180, in which the
+ * memory idles since all blocks do so at once, and the second kernel takes that of 130. A quarter of a wave more, since
+ * sequences differ in length. */
 static int32_t choose_parts(int64_t units, int64_t slots, int64_t keys, int64_t most)
 {
     double best = 0;
     int32_t parts = 1;
     for (int64_t p = 1; p <= most; p++) {
         double part = (double)epmoei_round_up(epmoei_ceil_div(keys, p), EPMOEI_PART_KEYS);
-        double cost = ((double)epmoei_ceil_div(units * p, slots) + 0.5) * (part + 128);
+        double cost = ((double)epmoei_ceil_div(units * p, slots) + 0.25) * (part + 180) + (p > 1 ? 130 : 0);
         if (p > 1 && cost >= best) continue;
         best = cost;
         parts = (int32_t)p;
