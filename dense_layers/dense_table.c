@@ -3,6 +3,7 @@
 #include "base/device.h"
 #include "dense_layers/attention.h"
 #include "dense_layers/cache_write.h"
+#include "dense_layers/linear_op.h"
 #include "dense_layers/qk_norm_rope.h"
 #include "dense_layers/rms_norm.h"
 #include "dense_layers/rope.h"
@@ -12,6 +13,7 @@
 
 static const epmoei_dense_table_t ref_table = {
     .rms_norm = epmoei_rms_norm_ref,
+    .linear = epmoei_linear_ref,
     .rope = epmoei_rope_ref,
     .qk_norm_rope = epmoei_qk_norm_rope_ref,
     .cache_write = epmoei_cache_write_ref,
@@ -23,6 +25,7 @@ static const epmoei_dense_table_t ref_table = {
 
 static const epmoei_dense_table_t cpu_table = {
     .rms_norm = epmoei_rms_norm_cpu,
+    .linear = epmoei_linear_cpu,
     .rope = epmoei_rope_cpu,
     .qk_norm_rope = epmoei_qk_norm_rope_cpu,
     .cache_write = epmoei_cache_write_cpu,
@@ -35,6 +38,7 @@ static const epmoei_dense_table_t cpu_table = {
 #if EPMOE_HAVE_CUDA
 static const epmoei_dense_table_t sm80_table = {
     .rms_norm = epmoei_rms_norm_sm80,
+    .linear = epmoei_linear_sm80,
     .rope = epmoei_rope_sm80,
     .qk_norm_rope = epmoei_qk_norm_rope_sm80,
     .cache_write = epmoei_cache_write_sm80,

@@ -12,6 +12,7 @@ extern "C" {
 /* Kernels get arguments that the op's public entry has checked and normalised, T > 0, every needed pointer there. */
 typedef struct epmoei_dense_table_t {
     epmoe_status_t (*rms_norm)(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*linear)(const epmoe_linear_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*rope)(const epmoe_rope_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*qk_norm_rope)(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*cache_write)(const epmoe_cache_write_args_t *args, epmoe_stream_t stream);

@@ -6,25 +6,33 @@
 
 #include "base/base.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct epmoei_linear_t {
     int32_t n;
     int32_t k;
     int32_t heads; /* matrices: 1, or one per head */
     epmoe_format_t format;
-    const void *weight; /* [heads,n,k] */
-    const float *bias;  /* [n] or NULL; with one matrix alone */
+    const void *weight;  /* [heads,n,k] */
+    const float *bias;   /* [n] or NULL; with one matrix alone */
+    const float *scales; /* FP8_BLOCK, where cuBLASLt multiplies E4M3: [1], or [n] with scales_by_row */
 } epmoei_linear_t;
 
 /* How a call runs. */
 typedef struct epmoei_linear_run_t {
     epmoe_backend_t backend;
     epmoe_stream_t stream;
-    epmoe_dtype_t dtype; /* of x and, but for logits, y */
+    epmoe_dtype_t dtype; /* of x and, but for logits and E4M3, y */
     void *workspace;
     int64_t workspace_bytes;
     /* With a matrix per head: scratch of heads + 1 and heads * rows entries. */
     int32_t *head_offsets;
     int32_t *head_rows;
+    /* Where x is E4M3: its scales and those of the weight, one each or one per row. */
+    const float *x_scale;
+    bool scales_by_row;
 } epmoei_linear_run_t;
 
 /* The workspace of `rows` rows of x per matrix; `linear` needs n, k and heads. */
@@ -37,5 +45,9 @@ epmoe_status_t epmoei_linear(const epmoei_linear_run_t *run, const epmoei_linear
 /* x [rows,heads,k], y [rows,heads,n]: y[t,h] = weight[h] x[t,h]. */
 epmoe_status_t epmoei_linear_heads(const epmoei_linear_run_t *run, const epmoei_linear_t *linear, int32_t rows,
                                    const void *x, void *y);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -645,6 +645,51 @@ typedef struct epmoe_rms_norm_args_t {
 #define EPMOE_RMS_NORM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rms_norm_args_t)
 EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);
 
+/* A projection by one matrix w [N,K], the rows of x and y side by side:
+ *     xq[t,:] = x_quant ? the values of the codes and scales that epmoe_quantize_fp8 makes of x[t,:] : x[t,:]
+ *     y[t,n]  = round(sum over K of xq[t,k] * w[n,k] + bias[n], y_dtype)
+ * with an fp32 sum, whose order is the kernel's own and on one device the same in every call with these sizes and
+ * alignments. x of E4M3 are such codes, and x_scale their scales. With TENSOR and other x, x_scale is the scale to
+ * quantise with.
+ *   x_quant     weight
+ *   0           any format that epmoe_grouped_gemm takes with such x; E4M3 weights count as their values
+ *   TENSOR,     FP8_BLOCK with group_size -1 and group_rows 1 (a scale per row) or -1 (one for all); scales F32, BF16
+ *   TOKEN       or F16
+ *   BLOCK128    FP8_BLOCK, as epmoe_grouped_gemm with fp8_activations takes it
+ * On CUDA products without a bias are cuBLASLt's where x and w are of one 16-bit type, and those of TENSOR and TOKEN
+ * always; which of its ways a size takes is chosen in the first call and remembered. It is loaded at run time. The
+ * rest, and what it has no way for, is epmoe_grouped_gemm's with one expert.
+ * A NaN or infinity spreads to its own row only, those of w to their own column of y. No aliasing. T = 0 is a no-op.
+ * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, NULL pointers, a format or a granularity outside the
+ * table, E4M3 without x_scale, other x with x_scale but TENSOR, a too small workspace; on the CPU a static x_scale
+ * that is not finite and above 0; on CUDA addresses not aligned to 16 bytes, x_scale to 4. NOT_SUPPORTED as in
+ * epmoe_grouped_gemm_args_t, on CUDA also for E4M3 with BLOCK128, and for TENSOR and TOKEN without cuBLASLt or where it
+ * has no product: K not a multiple of 16, N not one of 16, before compute capability 8.9, and scales per row of x or w
+ * on other than 9.0.
+ * Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
+typedef struct epmoe_linear_args_t {
+    size_t struct_size;
+    epmoe_backend_t backend;
+    int32_t num_tokens;          /* T */
+    int32_t n;                   /* N */
+    int32_t k;                   /* K */
+    epmoe_dtype_t x_dtype;       /* F32, BF16, F16, or F8_E4M3 with x_scale */
+    epmoe_dtype_t y_dtype;       /* F32, BF16 or F16; 0 = x_dtype, or BF16 where that is F8_E4M3 */
+    const void *x;               /* [T,K] */
+    const float *x_scale;        /* see epmoe_granularity_t, or NULL */
+    epmoe_weight_t weight;       /* [1,N,K] */
+    const float *bias;           /* [N] or NULL */
+    void *y;                     /* out [T,N] */
+    epmoe_granularity_t x_quant; /* 0 = none: x is not quantised */
+    int32_t reserved;
+    void *workspace;
+    int64_t workspace_bytes; /* at least epmoe_linear_workspace_size */
+} epmoe_linear_args_t;
+#define EPMOE_LINEAR_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_linear_args_t)
+/* Of these sizes and types; pointers are not read, but for whether there is a bias. */
+EPMOE_API epmoe_status_t epmoe_linear_workspace_size(const epmoe_linear_args_t *args, int64_t *bytes);
+EPMOE_API epmoe_status_t epmoe_linear(const epmoe_linear_args_t *args, epmoe_stream_t stream);
+
 /* Which two columns of a head make pair i < rotary_dim / 2. */
 typedef enum epmoe_rope_style_t {
     EPMOE_ROPE_NEOX = 0, /* i and i + rotary_dim / 2 */

@@ -1,0 +1,82 @@
+/* A projection by one matrix; the maths stand at epmoe_linear_args_t.
+ *
+ * Contract of every kernel:
+ *   order       the sum over K is fp32, its order the kernel's own and the same in every call with these sizes,
+ *               alignments and device; scales of TENSOR and TOKEN may be applied to it or to its terms
+ *   rounding    once, to y_dtype, behind the bias
+ *   quantised   x as epmoe_quantize_fp8 of the same backend has it, bit for bit
+ *   edges       any T, N, K >= 1 on the CPU; T = 0 is a no-op
+ *   alignment   CPU: element; CUDA: 16 bytes, x_scale 4
+ *   aliasing    none
+ *   NaN         of x or its scale stays in its row of y, of w or its scale in its column
+ *
+ * The reference is plain loops. The CPU brings x to fp32 where it has scales and then runs the grouped GEMM with one
+ * expert, whose many-row path is BLAS. CUDA runs cuBLASLt (linear_cublas.h) or the grouped GEMM. */
+#ifndef EPMOEI_LINEAR_OP_H
+#define EPMOEI_LINEAR_OP_H
+
+#include "dense_layers/dense_table.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Checks and normalises: after it every default of `out` is filled in, group_size and group_rows of -1 are INT32_MAX.
+ */
+epmoe_status_t epmoei_linear_check(const epmoe_linear_args_t *args, epmoe_linear_args_t *out);
+
+/* The least work: x, w, scales and bias once in, y once out. */
+epmoei_floor_t epmoei_linear_floor(const epmoe_linear_args_t *args);
+
+/* Scales of x [T,K], 0 where there are none. */
+int64_t epmoei_linear_x_scales(const epmoe_linear_args_t *args);
+/* One product of codes, with scales outside the sum: TENSOR and TOKEN. */
+static inline bool epmoei_linear_scales_outside(const epmoe_linear_args_t *args)
+{
+    return args->x_quant == EPMOE_GRANULARITY_TENSOR || args->x_quant == EPMOE_GRANULARITY_TOKEN;
+}
+
+/* What a call keeps in its workspace; NULL for what it does without. */
+typedef struct epmoei_linear_space_t {
+    uint8_t *codes; /* x as E4M3 [T,K] */
+    float *x_scale; /* its scales */
+    float *wide;    /* CPU: the values of x [T,K] */
+    float *x_rows;  /* CUDA: scales of x and w row by row, [T] and [N], where they are stored otherwise */
+    float *w_rows;
+    float *sum;  /* CUDA: [T,N], what a bias is added to */
+    void *inner; /* of the product */
+    int64_t inner_bytes;
+    int64_t bytes; /* of all */
+} epmoei_linear_space_t;
+
+/* base NULL: counts. `backend` is resolved. */
+epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args, epmoe_backend_t backend,
+                                    epmoei_linear_space_t *space);
+/* The same in the call's workspace, which must be large enough. */
+epmoe_status_t epmoei_linear_place(const epmoe_linear_args_t *args, epmoe_backend_t backend,
+                                   epmoei_linear_space_t *space);
+/* The codes of x and their scales into the workspace. */
+epmoe_status_t epmoei_linear_quantize(const epmoe_linear_args_t *args, epmoe_backend_t backend,
+                                      const epmoei_linear_space_t *space, epmoe_stream_t stream);
+/* Whether scales are per row of x or w, so that both have to be; x_quant TENSOR or TOKEN. */
+bool epmoei_linear_scales_by_row(const epmoe_linear_args_t *args);
+
+/* The grouped GEMM with one expert; without pointers to x and the workspace. */
+epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend);
+
+epmoe_status_t epmoei_linear_ref(const epmoe_linear_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_linear_cpu(const epmoe_linear_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_t stream);
+
+/* On CUDA. scales[i] = element i of `from`, or element 0 for all with `one`. */
+epmoe_status_t epmoei_linear_spread_sm80(float *scales, int32_t count, const void *from, epmoe_dtype_t dtype, bool one,
+                                         epmoe_stream_t stream);
+/* y = round(sum + bias) of rows [rows,n]. */
+epmoe_status_t epmoei_linear_add_bias_sm80(const float *sum, const float *bias, int64_t rows, int32_t n,
+                                           epmoe_dtype_t y_dtype, void *y, epmoe_stream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
