@@ -31,6 +31,7 @@ typedef union op_args_t {
     epmoe_sum_args_t sum;
     epmoei_route_args_t route;
     epmoe_rms_norm_args_t norm;
+    epmoe_linear_args_t linear;
     epmoe_rope_args_t rope;
     epmoe_qk_norm_rope_args_t qk;
     epmoe_cache_write_args_t cache;
@@ -64,6 +65,7 @@ extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_silu_fp8, op_sum; /*
 extern const op_kind_t op_quantize_fp8, op_dequant;                           /* op_quant.c */
 extern const op_kind_t op_router;                                             /* op_router.c */
 extern const op_kind_t op_rms_norm, op_norm_alone, op_norm_fp8, op_rope;      /* op_dense.c */
+extern const op_kind_t op_linear, op_linear_fp8;                              /* op_linear.c */
 extern const op_kind_t op_qk_norm_rope, op_cache_write, op_rope_cache_write;
 extern const op_kind_t op_attention, op_prefill, op_sample, op_spec_verify; /* op_attention.c */
 

@@ -99,6 +99,7 @@ static const char k_help[] =
     "                           quantize_fp8, dequant, rms_norm (with a residual), rms_norm_alone, rope, "
     "qk_norm_rope,\n"
     "                           cache_write, rope_cache_write, attention (decode), prefill, sample, spec_verify;\n"
+    "                           linear: the projection to q, k and v; linear_fp8: the same in E4M3 by token and row;\n"
     "                           rms_norm_fp8, silu_and_mul_fp8: with E4M3 output, 128 columns per scale;\n"
     "                           on CUDA router: product, topk and align as the layer does them;\n"
     "                           on CUDA exchange: dispatch and combine of all ranks, over every transport they can "
@@ -276,12 +277,19 @@ static const char *parse_flag(const char *text, int32_t *value)
 static const char *parse_option(options_t *options, int option, const char *text)
 {
     static const char *const formats[] = {"table", "json", NULL};
-    static const char *const ops[] = {"topk",         "align",          "permute",      "unpermute",
-                                      "grouped_gemm", "silu_and_mul",   "sum",          "silu_and_mul_fp8",
-                                      "quantize_fp8", "dequant",        "router",       "rms_norm",
-                                      "rope",         "qk_norm_rope",   "cache_write",  "rope_cache_write",
-                                      "attention",    "prefill",        "sample",       "spec_verify",
-                                      "exchange",     "rms_norm_alone", "rms_norm_fp8", NULL};
+    static const char *const ops[] = {"topk",         "align",
+                                      "permute",      "unpermute",
+                                      "grouped_gemm", "silu_and_mul",
+                                      "sum",          "silu_and_mul_fp8",
+                                      "quantize_fp8", "dequant",
+                                      "router",       "rms_norm",
+                                      "rope",         "qk_norm_rope",
+                                      "cache_write",  "rope_cache_write",
+                                      "attention",    "prefill",
+                                      "sample",       "spec_verify",
+                                      "exchange",     "rms_norm_alone",
+                                      "rms_norm_fp8", "linear",
+                                      "linear_fp8",   NULL};
     static const char list_expected[] = "numbers from 0 on, with commas between them";
     const char *expected = NULL;
     int32_t flag = 1;
@@ -333,7 +341,8 @@ static const char *parse_option(options_t *options, int option, const char *text
                    ? NULL
                    : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, silu_and_mul_fp8, sum, "
                      "quantize_fp8, dequant, router, rms_norm, rms_norm_alone, rms_norm_fp8, rope, qk_norm_rope, "
-                     "cache_write, rope_cache_write, attention, prefill, sample, spec_verify or exchange";
+                     "cache_write, rope_cache_write, attention, prefill, sample, spec_verify, linear, linear_fp8 or "
+                     "exchange";
     case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);

@@ -120,6 +120,7 @@ void check_quantize_fp8(testing_rng_t *rng);
 void check_gemm_quant(testing_rng_t *rng);
 void check_few_quant(testing_rng_t *rng);
 void check_rms_norm(testing_rng_t *rng);
+void check_linear(testing_rng_t *rng);
 void check_rope(testing_rng_t *rng);
 void check_qk_norm_rope(testing_rng_t *rng);
 void check_cache_write(testing_rng_t *rng);

@@ -27,6 +27,7 @@ static const struct {
               {"gemm_quant", check_gemm_quant},
               {"few_quant", check_few_quant},
               {"rms_norm", check_rms_norm},
+              {"linear", check_linear},
               {"rope", check_rope},
               {"qk_norm_rope", check_qk_norm_rope},
               {"cache_write", check_cache_write},
