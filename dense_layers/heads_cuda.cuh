@@ -142,11 +142,11 @@ struct epmoei_head_ring_t {
     uint32_t own;
 
     __device__ __forceinline__ uint32_t place(int32_t stage) const { return own + (uint32_t)stage * blockDim.x * 32; }
-    /* One group of copies; nothing where not `valid`. */
-    __device__ __forceinline__ void copy(int32_t stage, const void *a, const void *b, bool valid) const
+    /* One group of copies; a run that is not `valid` stays as it is. */
+    __device__ __forceinline__ void copy(int32_t stage, const void *a, bool valid_a, const void *b, bool valid_b) const
     {
-        ptx_cp_async_16_if(place(stage), a, 16, valid);
-        ptx_cp_async_16_if(place(stage) + blockDim.x * 16, b, 16, valid);
+        ptx_cp_async_16_if(place(stage), a, 16, valid_a);
+        ptx_cp_async_16_if(place(stage) + blockDim.x * 16, b, 16, valid_b);
         ptx_cp_async_commit();
     }
     /* Of the oldest group. */

@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_k
         const int32_t head = ahead.group * p.slots + ahead.slot;
         const bool valid = shares && ahead.token < p.num_tokens && head < all_heads;
         const T *from = data_at(valid ? ahead.token : 0, valid ? head : 0);
-        ring.copy(stage, from, from + apart, valid);
+        ring.copy(stage, from, valid, from + apart, valid);
         ahead.step(p.tokens, p.groups);
     };
     const auto position_at = [&](int64_t token) {

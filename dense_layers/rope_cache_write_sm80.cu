@@ -5,9 +5,6 @@
 /* A thread has two runs of kRun columns of a head, as in heads_cuda.cuh: of q and k heads a run and its partner in the
  * rotation, or two of the columns that do not turn; of v heads two that lie half a head apart. */
 
-/* Heads of which a thread loads its two runs before it stores the first. */
-static const int kHeadsInFlight = 2;
-
 struct rope_cache_t {
     void *q;
     void *k;
@@ -32,6 +29,8 @@ struct rope_cache_t {
     int32_t lanes;
     int32_t head_slots;
     int32_t tokens;
+    int32_t groups;
+    bool narrow; /* slots fit into 32 bits */
 };
 
 /* Where a unit's two runs begin; the second may lie past the head's end. */
@@ -92,91 +91,174 @@ template <typename T, int kRun> __device__ __forceinline__ void put_back(T *to, 
         *(uint4 *)to = run.part;
 }
 
-/* A run of kRun columns of a head to the token's slot; without E4M3 as the bits that they are. */
-template <typename T, typename Stored, int kRun>
-__device__ __forceinline__ void cache_run(const rope_cache_t &p, const epmoei_cache_side_t &side, int64_t slot,
-                                          int64_t head, int64_t column, const epmoei_cache_run_t<T, kRun> &run)
+/* The slot, or -1 for one outside [-1, num_slots), which is `counted` unless it is -1. */
+__device__ __forceinline__ int64_t good_slot(const rope_cache_t &p, int64_t slot, bool counted)
 {
-    const int64_t block = slot / p.block_size, place = slot - block * p.block_size;
-    const int64_t to =
-        block * side.block_stride + place * side.place_step + epmoei_cache_inside(side, head, (int32_t)column);
-    epmoei_divisor_t divisor = {1.0f, 1.0f, 1.0f};
-    if (sizeof(Stored) == 1 && side.scale) divisor = epmoei_divisor(*side.scale);
-    epmoei_cache_store<T, kRun>((Stored *)side.cache + to, run, side.column_step, divisor);
+    if (slot >= 0 && slot < p.num_slots) return slot;
+    if (slot != -1 && counted) epmoei_count_bad(p.positions.error_word, 1);
+    return -1;
 }
 
+/* Elements from the start of the cache to place 0 of a slot. */
+__device__ __forceinline__ int64_t slot_element(const rope_cache_t &p, const epmoei_cache_side_t &side, int64_t slot)
+{
+    const int64_t block = p.narrow ? (uint32_t)slot / (uint32_t)p.block_size : slot / p.block_size;
+    return block * side.block_stride + (slot - block * p.block_size) * side.place_step;
+}
+
+/* The two runs of a head to the token's slot; without E4M3 as the bits that they are. */
 template <typename T, typename Stored, int kRun>
-static __global__ void __launch_bounds__(256, 2) rope_cache_kernel(const rope_cache_t p)
+__device__ __forceinline__ void cache_runs(const rope_cache_t &p, const epmoei_cache_side_t &side, int64_t slot,
+                                           int64_t head, const columns_t &columns, const epmoei_cache_run_t<T, kRun> &a,
+                                           const epmoei_cache_run_t<T, kRun> &b)
+{
+    Stored *to = (Stored *)side.cache + slot_element(p, side, slot);
+    epmoei_divisor_t divisor = {1.0f, 1.0f, 1.0f};
+    if (sizeof(Stored) == 1 && side.scale) divisor = epmoei_divisor(*side.scale);
+    if (columns.a < p.head_dim)
+        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, (int32_t)columns.a), a, side.column_step,
+                                    divisor);
+    if (columns.b < p.head_dim)
+        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, (int32_t)columns.b), b, side.column_step,
+                                    divisor);
+}
+
+template <typename T, int kRun>
+__device__ __forceinline__ void turn_runs(const rope_cache_t &p, T *to, const columns_t &columns,
+                                          epmoei_cache_run_t<T, kRun> &a, epmoei_cache_run_t<T, kRun> &b,
+                                          const epmoei_turn_t<kRun> &turn)
+{
+    float x[kRun], y[kRun];
+    unpack<T, kRun>(x, a);
+    unpack<T, kRun>(y, b);
+    epmoei_rotate<kRun>(x, y, turn, p.style);
+    pack<T, kRun>(a, x);
+    pack<T, kRun>(b, y);
+    put_back<T, kRun>(to + columns.a, a);
+    put_back<T, kRun>(to + columns.b, b);
+}
+
+/* Runs of 16 bytes, a unit of a head for each lane. */
+template <typename T, typename Stored>
+static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope_cache_kernel(const rope_cache_t p)
+{
+    constexpr int kRun = epmoei_part_size<T>;
+    extern __shared__ uint4 stages[];
+    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_walk_t at, ahead;
+    at.begin(p.num_tokens, p.head_slots, p.tokens, p.groups, p.lanes);
+    ahead = at;
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes);
+    const bool turns = lane < p.half / kRun;
+    const columns_t of_head = head_columns<kRun>(p, lane, turns), of_value = value_columns<kRun>(p, lane);
+    const int64_t first_value = p.num_heads + p.kv_heads;
+    epmoei_begin_dependent();
+    const auto position_at = [&](int64_t token) {
+        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    };
+    const auto slot_at = [&](int64_t token) {
+        return token < p.num_tokens ? epmoei_load_index(p.slots, p.slots_dtype, token) : -1;
+    };
+    /* Rows of v whose token has no slot are not read. */
+    const auto copy_ahead = [&](int32_t stage, int64_t slot) {
+        const int64_t head = (int64_t)ahead.group * p.head_slots + ahead.slot;
+        const bool is_value = head >= first_value;
+        bool valid = ahead.token < p.num_tokens && head < p.all_heads && (turns || head >= p.num_heads);
+        if (is_value) valid = valid && slot >= 0 && slot < p.num_slots;
+        const columns_t columns = is_value ? of_value : of_head;
+        const T *from = valid ? head_row<T>(p, ahead.token, head) : (const T *)p.k;
+        ring.copy(stage, from + columns.a, valid && columns.a < p.head_dim, from + columns.b,
+                  valid && columns.b < p.head_dim);
+        ahead.step(p.tokens, p.groups);
+    };
+    int64_t position = position_at(at.token), slot = slot_at(at.token), ahead_slot = slot;
+#pragma unroll
+    for (int i = 0; i < kHeadStages - 1; i++) {
+        copy_ahead(i, ahead_slot);
+        ahead_slot = slot_at(ahead.token);
+    }
+    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
+        const int64_t token = at.token, head = (int64_t)at.group * p.head_slots + at.slot;
+        const bool works = token < p.num_tokens && head < p.all_heads, is_value = head >= first_value;
+        const bool counts = works && head == 0 && lane == 0;
+        const int64_t cached = good_slot(p, slot, counts);
+        const float *row = works && !is_value ? epmoei_table_row(p.positions, position, counts) : NULL;
+        epmoei_turn_t<kRun> turn = {};
+        if (turns && row) epmoei_load_turn<kRun>(turn, row, (int64_t)lane * kRun, p.half, p.style, p.direction);
+        at.step(p.tokens, p.groups);
+        position = position_at(at.token);
+        slot = slot_at(at.token);
+        epmoei_cache_run_t<T, kRun> a, b;
+        ring.take(a.part, b.part, stage);
+        copy_ahead((stage + kHeadStages - 1) % kHeadStages, ahead_slot);
+        ahead_slot = slot_at(ahead.token);
+        if (!works) continue;
+        if (turns && row) turn_runs<T, kRun>(p, head_row<T>(p, token, head), of_head, a, b, turn);
+        if (head < p.num_heads || cached < 0) continue;
+        if (is_value)
+            cache_runs<T, Stored, kRun>(p, p.value, cached, head - first_value, of_value, a, b);
+        else
+            cache_runs<T, Stored, kRun>(p, p.key, cached, head - p.num_heads, of_head, a, b);
+    }
+}
+
+/* Element by element. */
+template <typename T, typename Stored>
+static __global__ void __launch_bounds__(256) rope_cache_any_kernel(const rope_cache_t p)
 {
     epmoei_begin_dependent();
     const epmoei_head_place_t at = epmoei_head_place(p.lanes, p.head_slots, p.tokens, p.num_tokens);
     if (!at.live) return;
     const bool counts = at.head == 0 && at.lane == 0;
     const int64_t position = epmoei_load_index(p.positions.data, p.positions.dtype, at.token);
-    int64_t slot = epmoei_load_index(p.slots, p.slots_dtype, at.token);
+    const int64_t slot = good_slot(p, epmoei_load_index(p.slots, p.slots_dtype, at.token), counts);
     const float *row = epmoei_table_row(p.positions, position, counts);
-    if (slot < 0 || slot >= p.num_slots) {
-        if (slot != -1 && counts) epmoei_count_bad(p.positions.error_word, 1);
-        slot = -1;
-    }
-    const int64_t step = (int64_t)p.head_slots * gridDim.y;
     for (int32_t unit = at.lane; unit < p.units; unit += p.lanes) {
-        const bool turns = unit < p.half / kRun;
-        const columns_t of_head = head_columns<kRun>(p, unit, turns), of_value = value_columns<kRun>(p, unit);
-        epmoei_turn_t<kRun> turn = {};
-        if (turns && row) epmoei_load_turn<kRun>(turn, row, (int64_t)unit * kRun, p.half, p.style, p.direction);
-        for (int64_t first = at.head; first < p.all_heads; first += kHeadsInFlight * step) {
-            epmoei_cache_run_t<T, kRun> a[kHeadsInFlight], b[kHeadsInFlight];
-#pragma unroll
-            for (int i = 0; i < kHeadsInFlight; i++) {
-                const int64_t head = first + i * step;
-                const bool valid = head < p.all_heads, is_value = head >= p.num_heads + p.kv_heads;
-                const bool read =
-                    valid && (head < p.num_heads ? turns && row : slot >= 0 || (turns && row && !is_value));
-                const columns_t columns = is_value ? of_value : of_head;
-                const T *from = head_row<T>(p, at.token, valid ? head : 0);
-                epmoei_cache_load<T, kRun>(a[i], from + columns.a, read && columns.a < p.head_dim, true);
-                epmoei_cache_load<T, kRun>(b[i], from + columns.b, read && columns.b < p.head_dim, true);
-            }
-#pragma unroll
-            for (int i = 0; i < kHeadsInFlight; i++) {
-                const int64_t head = first + i * step, key = head - p.num_heads, value = key - p.kv_heads;
-                if (head >= p.all_heads) break;
-                if (value < 0 && turns && row) {
-                    float x[kRun], y[kRun];
-                    unpack<T, kRun>(x, a[i]);
-                    unpack<T, kRun>(y, b[i]);
-                    epmoei_rotate<kRun>(x, y, turn, p.style);
-                    pack<T, kRun>(a[i], x);
-                    pack<T, kRun>(b[i], y);
-                    T *to = head_row<T>(p, at.token, head);
-                    put_back<T, kRun>(to + of_head.a, a[i]);
-                    put_back<T, kRun>(to + of_head.b, b[i]);
-                }
-                if (key < 0 || slot < 0) continue;
-                const epmoei_cache_side_t &side = value < 0 ? p.key : p.value;
-                const columns_t columns = value < 0 ? of_head : of_value;
-                const int64_t of_cache = value < 0 ? key : value;
-                if (columns.a < p.head_dim) cache_run<T, Stored, kRun>(p, side, slot, of_cache, columns.a, a[i]);
-                if (columns.b < p.head_dim) cache_run<T, Stored, kRun>(p, side, slot, of_cache, columns.b, b[i]);
-            }
+        const bool turns = unit < p.half && row;
+        const columns_t of_head = head_columns<1>(p, unit, unit < p.half), of_value = value_columns<1>(p, unit);
+        epmoei_turn_t<1> turn = {};
+        if (turns) epmoei_load_turn<1>(turn, row, unit, p.half, p.style, p.direction);
+        for (int64_t head = at.head; head < p.all_heads; head += (int64_t)p.head_slots * gridDim.y) {
+            const int64_t key = head - p.num_heads, value = key - p.kv_heads;
+            const bool is_value = value >= 0, caches = key >= 0 && slot >= 0;
+            const bool reads = caches || (turns && !is_value);
+            const columns_t columns = is_value ? of_value : of_head;
+            T *data = head_row<T>(p, at.token, head);
+            epmoei_cache_run_t<T, 1> a, b;
+            epmoei_cache_load<T, 1>(a, data + columns.a, reads && columns.a < p.head_dim, true);
+            epmoei_cache_load<T, 1>(b, data + columns.b, reads && columns.b < p.head_dim, true);
+            if (turns && !is_value) turn_runs<T, 1>(p, data, of_head, a, b, turn);
+            if (!caches) continue;
+            if (is_value)
+                cache_runs<T, Stored, 1>(p, p.value, slot, value, of_value, a, b);
+            else
+                cache_runs<T, Stored, 1>(p, p.key, slot, key, of_head, a, b);
         }
     }
 }
 
 /* -------------------------------------------------------------------------------------------------------- launchers */
 
-template <typename T, typename Stored, int kRun>
-static epmoe_status_t launch_runs(rope_cache_t p, epmoe_stream_t stream)
+template <typename T, typename Stored> static cudaError_t launch_any(rope_cache_t p, epmoe_stream_t stream)
 {
-    p.units = (int32_t)epmoei_ceil_div(p.head_dim / kRun, 2);
+    p.units = (int32_t)epmoei_ceil_div(p.head_dim, 2);
     const epmoei_head_grid_t grid = epmoei_head_grid(p.num_tokens, p.all_heads, p.units < 256 ? p.units : 256);
     p.lanes = grid.lanes;
     p.head_slots = grid.slots;
     p.tokens = grid.tokens;
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(rope_cache_kernel<T, Stored, kRun>, grid.blocks, grid.threads, 0, stream, p),
-        "epmoe_rope_cache_write");
+    return epmoei_launch_dependent(rope_cache_any_kernel<T, Stored>, grid.blocks, grid.threads, 0, stream, p);
+}
+
+template <typename T, typename Stored> static cudaError_t launch_whole(rope_cache_t p, epmoe_stream_t stream)
+{
+    p.units = (int32_t)epmoei_ceil_div(p.head_dim / epmoei_part_size<T>, 2);
+    const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, p.units);
+    p.lanes = grid.lanes;
+    p.head_slots = grid.slots;
+    p.tokens = grid.tokens;
+    p.groups = grid.groups;
+    return epmoei_launch_dependent(rope_cache_kernel<T, Stored>, grid.blocks, grid.threads, grid.shared_bytes, stream,
+                                   p);
 }
 
 template <typename T, typename Stored>
@@ -184,10 +266,11 @@ static epmoe_status_t launch(const rope_cache_t &p, const epmoe_cache_write_args
 {
     constexpr int kRun = epmoei_part_size<T>;
     bool whole = p.half % kRun == 0 && p.head_dim % kRun == 0 && p.q_stride % kRun == 0 && p.k_stride % kRun == 0;
-    whole = whole && cache->key_block_stride % kRun == 0;
+    whole = whole && p.head_dim / (2 * kRun) < kHeadWalkThreads && cache->key_block_stride % kRun == 0;
     whole = whole && (!cache->value || (cache->value_stride % kRun == 0 && cache->value_block_stride % kRun == 0));
     whole = whole && (cache->layout != EPMOE_CACHE_LAYOUT_V1 || cache->key_pack % kRun == 0);
-    return whole ? launch_runs<T, Stored, kRun>(p, stream) : launch_runs<T, Stored, 1>(p, stream);
+    return epmoei_cuda_status((int32_t)(whole ? launch_whole<T, Stored>(p, stream) : launch_any<T, Stored>(p, stream)),
+                              "epmoe_rope_cache_write");
 }
 
 template <typename T>
@@ -226,6 +309,7 @@ extern "C" epmoe_status_t epmoei_rope_cache_write_sm80(const epmoe_rope_args_t *
     p.value = epmoei_cache_value_side(cache);
     p.slots = cache->slots;
     p.num_slots = (int64_t)cache->num_blocks * cache->block_size;
+    p.narrow = p.num_slots <= UINT32_MAX;
     p.num_heads = rope->num_heads;
     p.kv_heads = rope->num_kv_heads;
     p.all_heads = p.num_heads + (cache->value ? 2 : 1) * p.kv_heads;

@@ -42,7 +42,7 @@ template <typename T> static __global__ void __launch_bounds__(kHeadWalkThreads,
         const int64_t head = (int64_t)ahead.group * p.slots + ahead.slot;
         const bool valid = ahead.token < p.num_tokens && head < p.all_heads;
         const T *from = valid ? head_row<T>(p, ahead.token, head) + first : (const T *)p.q;
-        ring.copy(stage, from, from + p.half, valid);
+        ring.copy(stage, from, valid, from + p.half, valid);
         ahead.step(p.tokens, p.groups);
     };
     const auto position_at = [&](int64_t token) {
