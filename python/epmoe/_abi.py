@@ -410,6 +410,27 @@ class epmoe_rms_norm_args_t(Structure):
     ]
 
 
+class epmoe_linear_args_t(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("backend", c_int32),
+        ("num_tokens", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("x_dtype", c_int32),
+        ("y_dtype", c_int32),
+        ("x", c_void_p),
+        ("x_scale", c_void_p),
+        ("weight", epmoe_weight_t),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("x_quant", c_int32),
+        ("reserved", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    ]
+
+
 class epmoe_rope_args_t(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -871,6 +892,8 @@ FUNCTIONS = {
     "epmoe_pack_tiles_size": (c_int32, [POINTER(epmoe_pack_tiles_args_t), POINTER(epmoe_pack_tiles_size_t)]),
     "epmoe_pack_tiles": (c_int32, [POINTER(epmoe_pack_tiles_args_t), c_void_p]),
     "epmoe_rms_norm": (c_int32, [POINTER(epmoe_rms_norm_args_t), c_void_p]),
+    "epmoe_linear_workspace_size": (c_int32, [POINTER(epmoe_linear_args_t), c_void_p]),
+    "epmoe_linear": (c_int32, [POINTER(epmoe_linear_args_t), c_void_p]),
     "epmoe_rope": (c_int32, [POINTER(epmoe_rope_args_t), c_void_p]),
     "epmoe_qk_norm_rope": (c_int32, [POINTER(epmoe_qk_norm_rope_args_t), c_void_p]),
     "epmoe_rope_table": (c_int32, [POINTER(epmoe_rope_table_args_t)]),
