@@ -68,21 +68,29 @@ __device__ __forceinline__ epmoei_head_place_t epmoei_head_place(int32_t lanes, 
  * `slots` heads, in steps of the grid, and threadIdx.x = (token * slots + slot) * lanes + lane as above. The two runs
  * of a thread come through a ring in shared memory that is its own: copies of later units are under way while it
  * computes, without registers and without barriers. */
-static const int kHeadStages = 4;        /* one is read while the others arrive */
-static const int kHeadWalkThreads = 288; /* of a block at most */
-static const int kHeadWalkBlocks = 3;    /* of an SM, of blocks of so many threads: 110 KB of rings */
+static const uint32_t kHeadStages = 4;     /* one is read while the others arrive */
+static const int kHeadWalkThreads = 288;   /* of a block at most */
+static const int kHeadWalkHeads = 1 << 29; /* of a token at most */
+static const int kHeadWalkBlocks = 3;      /* of an SM, of blocks of so many threads: 110 KB of rings */
+
+/* What a kernel knows of its walk. */
+struct epmoei_head_steps_t {
+    int32_t lanes;
+    int32_t slots;
+    int32_t tokens;
+    int32_t heads;       /* of all units of a token, at least as many as there are */
+    int32_t step_tokens; /* of a step, or `tokens` more where it passes the last unit of its tokens, */
+    int32_t step_heads;  /* and heads, less `heads` there */
+};
 
 struct epmoei_head_walk_grid_t {
     dim3 blocks;
     dim3 threads;
     size_t shared_bytes;
-    int32_t lanes;
-    int32_t slots;
-    int32_t tokens;
-    int32_t groups; /* units side by side: of all heads */
+    epmoei_head_steps_t steps;
 };
 
-/* lanes <= kHeadWalkThreads. */
+/* lanes <= kHeadWalkThreads, heads <= kHeadWalkHeads. */
 static inline epmoei_head_walk_grid_t epmoei_head_walk_grid(int64_t num_tokens, int64_t heads, int32_t lanes)
 {
     const int64_t kFewThreads = 64, kThreadsPerSm = kHeadWalkThreads * kHeadWalkBlocks;
@@ -97,43 +105,49 @@ static inline epmoei_head_walk_grid_t epmoei_head_walk_grid(int64_t num_tokens, 
     tokens = epmoei_max64(1, epmoei_min64(tokens, num_tokens * groups / num_sms));
     const int64_t threads = epmoei_round_up(tokens * slots * lanes, 32);
     const int64_t units = epmoei_ceil_div(num_tokens, tokens) * groups;
+    const int64_t blocks = epmoei_min64(units, num_sms * epmoei_max64(1, kThreadsPerSm / threads));
     epmoei_head_walk_grid_t grid;
-    grid.blocks = dim3((unsigned)epmoei_min64(units, num_sms * epmoei_max64(1, kThreadsPerSm / threads)));
+    grid.blocks = dim3((unsigned)blocks);
     grid.threads = dim3((unsigned)threads);
     grid.shared_bytes = (size_t)(threads * kHeadStages) * 2 * sizeof(uint4);
-    grid.lanes = lanes;
-    grid.slots = (int32_t)slots;
-    grid.tokens = (int32_t)tokens;
-    grid.groups = (int32_t)groups;
+    grid.steps.lanes = lanes;
+    grid.steps.slots = (int32_t)slots;
+    grid.steps.tokens = (int32_t)tokens;
+    grid.steps.heads = (int32_t)(groups * slots);
+    grid.steps.step_tokens = (int32_t)(blocks / groups * tokens);
+    grid.steps.step_heads = (int32_t)(blocks % groups * slots);
     return grid;
 }
 
-/* A thread's place in the unit where a walk stands; all threads of a block go the same number of steps. */
+/* A thread's place in the unit where a walk stands; all threads of a block go the same number of steps. Tokens stay
+ * below 2^32, also some steps behind the end. */
 struct epmoei_head_walk_t {
-    int64_t token;  /* of this thread */
-    int64_t behind; /* tokens from the unit's first one on; none: the walk has ended */
+    uint32_t first; /* token of the unit: at or behind the last one the walk has ended */
+    uint32_t token; /* of this thread */
+    int32_t unit_head;
     int32_t slot;
-    int32_t group;
 
-    __device__ __forceinline__ void begin(int64_t num_tokens, int32_t slots, int32_t tokens, int32_t groups,
-                                          int32_t lanes)
+    __device__ __forceinline__ void begin(const epmoei_head_steps_t &steps)
     {
-        const uint32_t above = threadIdx.x / (uint32_t)lanes, inside = above / (uint32_t)slots;
-        const uint32_t unit = blockIdx.x / (uint32_t)groups;
-        slot = (int32_t)(above - inside * (uint32_t)slots);
-        group = (int32_t)(blockIdx.x - unit * (uint32_t)groups);
-        behind = num_tokens - (int64_t)unit * tokens;
-        /* What fills the last warp has no token. */
-        token = inside < (uint32_t)tokens ? (int64_t)unit * tokens + inside : num_tokens;
+        const uint32_t above = threadIdx.x / (uint32_t)steps.lanes, inside = above / (uint32_t)steps.slots;
+        const uint32_t groups = (uint32_t)(steps.heads / steps.slots), unit = blockIdx.x / groups;
+        /* What fills the last warp has no head. */
+        slot = inside < (uint32_t)steps.tokens ? (int32_t)(above - inside * (uint32_t)steps.slots) : 1 << 30;
+        unit_head = (int32_t)(blockIdx.x - unit * groups) * steps.slots;
+        first = unit * (uint32_t)steps.tokens;
+        token = first + inside;
     }
-    __device__ __forceinline__ void step(int32_t tokens, int32_t groups)
+    __device__ __forceinline__ int32_t head() const { return unit_head + slot; }
+    /* Whether the step passes the last unit of its tokens. */
+    __device__ __forceinline__ bool step(const epmoei_head_steps_t &steps)
     {
-        const uint32_t units = gridDim.x / (uint32_t)groups;
-        int64_t on = units;
-        group += (int32_t)(gridDim.x - units * (uint32_t)groups);
-        if (group >= groups) group -= groups, on++;
-        token += on * tokens;
-        behind -= on * tokens;
+        unit_head += steps.step_heads;
+        const bool passes = unit_head >= steps.heads;
+        const uint32_t on = (uint32_t)(steps.step_tokens + (passes ? steps.tokens : 0));
+        unit_head -= passes ? steps.heads : 0;
+        token += on;
+        first += on;
+        return passes;
     }
 };
 
@@ -141,16 +155,16 @@ struct epmoei_head_walk_t {
 struct epmoei_head_ring_t {
     uint32_t own;
 
-    __device__ __forceinline__ uint32_t place(int32_t stage) const { return own + (uint32_t)stage * blockDim.x * 32; }
+    __device__ __forceinline__ uint32_t place(uint32_t stage) const { return own + stage * blockDim.x * 32; }
     /* One group of copies; a run that is not `valid` stays as it is. */
-    __device__ __forceinline__ void copy(int32_t stage, const void *a, bool valid_a, const void *b, bool valid_b) const
+    __device__ __forceinline__ void copy(uint32_t stage, const void *a, bool valid_a, const void *b, bool valid_b) const
     {
         ptx_cp_async_16_if(place(stage), a, 16, valid_a);
         ptx_cp_async_16_if(place(stage) + blockDim.x * 16, b, 16, valid_b);
         ptx_cp_async_commit();
     }
     /* Of the oldest group. */
-    __device__ __forceinline__ void take(uint4 &a, uint4 &b, int32_t stage) const
+    __device__ __forceinline__ void take(uint4 &a, uint4 &b, uint32_t stage) const
     {
         uint32_t words[2][4];
         ptx_cp_async_wait<kHeadStages - 2>();
@@ -178,11 +192,39 @@ __device__ __forceinline__ int64_t epmoei_load_index(const void *data, epmoe_dty
     return dtype == EPMOE_I64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
 }
 
+/* The same as it lies in memory, so that nothing waits for it yet. */
+struct epmoei_raw_index_t {
+    int32_t low;
+    int32_t high; /* of I32: 0 */
+};
+
+__device__ __forceinline__ epmoei_raw_index_t epmoei_load_raw_index(const void *data, epmoe_dtype_t dtype, uint32_t i)
+{
+    const bool wide = dtype == EPMOE_I64;
+    const int32_t *word = (const int32_t *)data + ((int64_t)i << wide);
+    epmoei_raw_index_t raw = {word[0], 0};
+    if (wide) raw.high = word[1];
+    return raw;
+}
+
+__device__ __forceinline__ int64_t epmoei_index_of(const epmoei_raw_index_t &raw, epmoe_dtype_t dtype)
+{
+    return dtype == EPMOE_I64 ? (int64_t)((uint64_t)(uint32_t)raw.high << 32 | (uint32_t)raw.low) : raw.low;
+}
+
 /* The row of the table for a token's position; NULL outside it, which one thread of the token `counts`. */
 __device__ __forceinline__ const float *epmoei_table_row(const epmoei_positions_t &positions, int64_t position,
                                                          bool counts)
 {
     if (position >= 0 && position < positions.num_positions) return positions.cos_sin + position * positions.rotary_dim;
+    if (counts) epmoei_count_bad(positions.error_word, 1);
+    return NULL;
+}
+__device__ __forceinline__ const float *epmoei_table_row(const epmoei_positions_t &positions,
+                                                         const epmoei_raw_index_t &position, bool counts)
+{
+    if (position.high == 0 && (uint32_t)position.low < (uint32_t)positions.num_positions)
+        return positions.cos_sin + (uint64_t)(uint32_t)position.low * (uint32_t)positions.rotary_dim;
     if (counts) epmoei_count_bad(positions.error_word, 1);
     return NULL;
 }

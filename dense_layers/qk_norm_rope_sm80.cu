@@ -1,7 +1,6 @@
 #include "dense_layers/heads_cuda.cuh"
 #include "dense_layers/qk_norm_rope.h"
 
-static const int kMostHeads = 1 << 30;
 static const int kWarps = 8; /* of a block of the kernel for any head */
 
 struct qk_t {
@@ -20,12 +19,11 @@ struct qk_t {
     int32_t num_tokens;
     int32_t head_dim;
     int32_t half;
-    int32_t shares;  /* of a head: threads with two runs each */
-    int32_t rotated; /* shares that are rotated, the first ones */
-    int32_t lanes;   /* shares rounded up to a power of two, at most a warp */
-    int32_t slots;
-    int32_t tokens;
-    int32_t groups;
+    int32_t shares;            /* of a head: threads with two runs each */
+    int32_t rotated;           /* shares that are rotated, the first ones */
+    epmoei_head_steps_t steps; /* lanes: shares rounded up to a power of two, at most a warp */
+    int64_t step;              /* elements that a step of the walk goes on, */
+    int64_t passing;           /* and more where it passes the last unit of its tokens */
 };
 
 __device__ __forceinline__ float mean_rsqrt(const qk_t &p, double sum)
@@ -33,97 +31,96 @@ __device__ __forceinline__ float mean_rsqrt(const qk_t &p, double sum)
     return (float)rsqrt(fma(sum, p.inverse_dim, (double)p.eps));
 }
 
-/* (x * r) * (w + offset). */
-__device__ __forceinline__ float normalised(float value, float weight, float r, float offset)
+/* (x * r) * weight, the offset already in it. */
+__device__ __forceinline__ float normalised(float value, float weight, float r)
 {
-    return __fmul_rn(__fmul_rn(value, r), __fadd_rn(weight, offset));
+    return __fmul_rn(__fmul_rn(value, r), weight);
 }
 
-/* kAsData: weights of the dtype of the heads. */
-template <typename T, bool kAsData>
-__device__ __forceinline__ void normalise_run(float (&values)[epmoei_part_size<T>], const qk_t &p, const void *weights,
-                                              int64_t col, float r)
+__device__ __forceinline__ float weight_at(const qk_t &p, const void *weights, int64_t i)
 {
-    float w[epmoei_part_size<T>];
-    if (kAsData)
-        epmoei_load_floats_of(w, (const T *)weights + col);
-    else
-        epmoei_load_floats(w, weights, p.weight_dtype, col);
+    return __fadd_rn(epmoei_load_float(weights, p.weight_dtype, i), p.offset);
+}
+
+template <int kRun> __device__ __forceinline__ void normalise_run(float (&values)[kRun], const float *weights, float r)
+{
+    float w[kRun];
+    epmoei_load_floats_of(w, weights);
 #pragma unroll
-    for (int i = 0; i < epmoei_part_size<T>; i++) values[i] = normalised(values[i], w[i], r, p.offset);
+    for (int i = 0; i < kRun; i++) values[i] = normalised(values[i], w[i], r);
 }
 
 /* Squares of fp32 values are exact in double, and no finite head overflows it. */
-template <typename T> __device__ __forceinline__ double squares(const uint4 &part)
+template <int kRun> __device__ __forceinline__ double squares(const float (&values)[kRun])
 {
-    float values[epmoei_part_size<T>];
     double sum = 0;
-    epmoei_unpack_part<T>(values, part);
 #pragma unroll
-    for (int i = 0; i < epmoei_part_size<T>; i++) sum = fma((double)values[i], (double)values[i], sum);
+    for (int i = 0; i < kRun; i++) sum = fma((double)values[i], (double)values[i], sum);
     return sum;
 }
 
-/* Part of a warp per head. Heads of whole runs at aligned addresses, at most kMostHeads. */
-template <typename T, bool kAsData>
-static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_kernel(qk_t p)
+/* Part of a warp per head. Heads of whole runs at aligned addresses, at most kHeadWalkHeads. */
+template <typename T, epmoe_rope_style_t kStyle>
+static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_kernel(const qk_t p)
 {
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
+    float *const weights = (float *)(stages + kHeadStages * 2 * blockDim.x); /* of q heads, then of k heads */
     const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    const uint32_t num_tokens = (uint32_t)p.num_tokens;
     epmoei_head_walk_t at, ahead;
-    at.begin(p.num_tokens, p.slots, p.tokens, p.groups, p.lanes);
+    at.begin(p.steps);
     ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes), all_heads = (int32_t)p.all_heads;
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes), all_heads = (int32_t)p.all_heads;
     const bool rotates = lane < p.rotated, shares = lane < p.shares;
     /* Behind the rotated columns the rest of the head, as two halves as well. */
     const int32_t a_col = (rotates ? lane : lane + p.rotated) * kRun;
     const int32_t apart = rotates ? p.half : (p.shares - p.rotated) * kRun;
+    T *to = (T *)p.qkv + at.token * p.stride + (int64_t)at.head() * p.head_dim + a_col;
+    const T *from = to;
     epmoei_begin_dependent();
-    const auto data_at = [&](int64_t token, int32_t head) {
-        return (T *)p.qkv + token * p.stride + (int64_t)head * p.head_dim + a_col;
-    };
-    const auto copy_ahead = [&](int32_t stage) {
-        const int32_t head = ahead.group * p.slots + ahead.slot;
-        const bool valid = shares && ahead.token < p.num_tokens && head < all_heads;
-        const T *from = data_at(valid ? ahead.token : 0, valid ? head : 0);
+    const auto copy_ahead = [&](uint32_t stage) {
+        const bool valid = shares && ahead.token < num_tokens && ahead.head() < all_heads;
         ring.copy(stage, from, valid, from + apart, valid);
-        ahead.step(p.tokens, p.groups);
+        from += p.step + (ahead.step(p.steps) ? p.passing : 0);
     };
-    const auto position_at = [&](int64_t token) {
-        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    const auto position_at = [&](uint32_t token) {
+        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
     };
 #pragma unroll
-    for (int i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
-    int64_t position = position_at(at.token);
+    for (uint32_t i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
+    epmoei_raw_index_t position = position_at(at.token);
+    for (int32_t i = threadIdx.x; i < p.head_dim; i += blockDim.x) {
+        weights[i] = weight_at(p, p.q_weight, i);
+        weights[p.head_dim + i] = weight_at(p, p.k_weight, i);
+    }
+    __syncthreads();
     /* Whole warps, whose lanes add up their squares. */
-    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
-        const int32_t head = at.group * p.slots + at.slot;
-        const bool works = shares && at.token < p.num_tokens && head < all_heads;
+    for (uint32_t stage = 0; at.first < num_tokens; stage = (stage + 1) % kHeadStages) {
+        const int32_t head = at.head();
+        const bool works = shares && at.token < num_tokens && head < all_heads;
         const float *row = works ? epmoei_table_row(p.positions, position, head == 0 && lane == 0) : NULL;
-        epmoei_turn_t<kRun> turn = {};
-        if (row && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, p.style, 1.0f);
-        T *to = data_at(row ? at.token : 0, row ? head : 0);
-        at.step(p.tokens, p.groups);
+        epmoei_turn_t<kRun> turn;
+        if (row && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, kStyle, 1.0f);
+        T *const own = to;
+        to += p.step + (at.step(p.steps) ? p.passing : 0);
         position = position_at(at.token);
         uint4 a, b;
         ring.take(a, b, stage);
         copy_ahead((stage + kHeadStages - 1) % kHeadStages);
-        double sum = row ? squares<T>(a) + squares<T>(b) : 0.0;
-        for (int32_t offset = p.lanes / 2; offset; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-        if (!row) continue;
-        const void *weights = head < p.num_heads ? p.q_weight : p.k_weight;
-        const float r = mean_rsqrt(p, sum);
         float x[kRun], y[kRun];
-        ptx_forget(a);
-        ptx_forget(b);
         epmoei_unpack_part<T>(x, a);
         epmoei_unpack_part<T>(y, b);
-        normalise_run<T, kAsData>(x, p, weights, a_col, r);
-        normalise_run<T, kAsData>(y, p, weights, a_col + apart, r);
-        if (rotates) epmoei_rotate<kRun>(x, y, turn, p.style);
-        *(uint4 *)to = epmoei_pack_part<T>(x);
-        *(uint4 *)(to + apart) = epmoei_pack_part<T>(y);
+        double sum = row ? squares(x) + squares(y) : 0.0;
+        for (int32_t offset = p.steps.lanes / 2; offset; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+        if (!row) continue;
+        const float *w = weights + (head < p.num_heads ? 0 : p.head_dim) + a_col;
+        const float r = mean_rsqrt(p, sum);
+        normalise_run(x, w, r);
+        normalise_run(y, w + apart, r);
+        if (rotates) epmoei_rotate<kRun>(x, y, turn, kStyle);
+        *(uint4 *)own = epmoei_pack_part<T>(x);
+        *(uint4 *)(own + apart) = epmoei_pack_part<T>(y);
     }
 }
 
@@ -143,17 +140,14 @@ __device__ __forceinline__ void norm_and_rotate(const qk_t &p, T *data, const vo
     for (int64_t i = lane; i < p.half; i += 32) {
         int64_t a_col, b_col;
         epmoei_pair_columns<1>(a_col, b_col, i, p.half, p.style);
-        float a =
-            normalised(epmoei_to_float(data[a_col]), epmoei_load_float(weights, p.weight_dtype, a_col), r, p.offset);
-        float b =
-            normalised(epmoei_to_float(data[b_col]), epmoei_load_float(weights, p.weight_dtype, b_col), r, p.offset);
+        float a = normalised(epmoei_to_float(data[a_col]), weight_at(p, weights, a_col), r);
+        float b = normalised(epmoei_to_float(data[b_col]), weight_at(p, weights, b_col), r);
         epmoei_rotate_pair(a, b, row[i], row[p.half + i]);
         data[a_col] = epmoei_from_float<T>(a);
         data[b_col] = epmoei_from_float<T>(b);
     }
     for (int64_t i = 2 * (int64_t)p.half + lane; i < p.head_dim; i += 32)
-        data[i] = epmoei_from_float<T>(
-            normalised(epmoei_to_float(data[i]), epmoei_load_float(weights, p.weight_dtype, i), r, p.offset));
+        data[i] = epmoei_from_float<T>(normalised(epmoei_to_float(data[i]), weight_at(p, weights, i), r));
 }
 
 template <typename T> static __global__ void __launch_bounds__(32 * kWarps) qk_any_kernel(qk_t p)
@@ -180,25 +174,24 @@ template <typename T> static cudaError_t launch_any(const qk_t &p, epmoe_stream_
     return epmoei_launch_dependent(qk_any_kernel<T>, dim3((unsigned)blocks), dim3(32, kWarps), 0, stream, p);
 }
 
-template <typename T> static epmoe_status_t launch(qk_t p, epmoe_dtype_t dtype, epmoe_stream_t stream)
+template <typename T> static epmoe_status_t launch(qk_t p, epmoe_stream_t stream)
 {
     const int32_t run = epmoei_part_size<T>;
     p.shares = p.head_dim / (2 * run);
     p.rotated = p.half / run;
     const bool whole = p.head_dim % (2 * run) == 0 && p.half % run == 0 && p.stride % run == 0 && p.shares <= 32 &&
-                       p.all_heads <= kMostHeads;
+                       p.all_heads <= kHeadWalkHeads;
     if (!whole) return epmoei_cuda_status((int32_t)launch_any<T>(p, stream), "epmoe_qk_norm_rope");
     int32_t lanes = 1;
     while (lanes < p.shares) lanes *= 2;
     const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, lanes);
-    p.lanes = grid.lanes;
-    p.slots = grid.slots;
-    p.tokens = grid.tokens;
-    p.groups = grid.groups;
-    const auto kernel = p.weight_dtype == dtype ? qk_kernel<T, true> : qk_kernel<T, false>;
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, grid.shared_bytes, stream, p),
-        "epmoe_qk_norm_rope");
+    p.steps = grid.steps;
+    p.step = grid.steps.step_tokens * p.stride + (int64_t)grid.steps.step_heads * p.head_dim;
+    p.passing = grid.steps.tokens * p.stride - (int64_t)grid.steps.heads * p.head_dim;
+    const auto kernel = p.style == EPMOE_ROPE_GPTJ ? qk_kernel<T, EPMOE_ROPE_GPTJ> : qk_kernel<T, EPMOE_ROPE_NEOX>;
+    const size_t bytes = grid.shared_bytes + 2 * (size_t)p.head_dim * sizeof(float);
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, bytes, stream, p),
+                              "epmoe_qk_norm_rope");
 }
 
 extern "C" epmoe_status_t epmoei_qk_norm_rope_sm80(const epmoe_qk_norm_rope_args_t *args, epmoe_stream_t stream)
@@ -230,8 +223,8 @@ extern "C" epmoe_status_t epmoei_qk_norm_rope_sm80(const epmoe_qk_norm_rope_args
     p.head_dim = args->head_dim;
     p.half = args->rotary_dim / 2;
     switch (args->dtype) {
-    case EPMOE_BF16: return launch<__nv_bfloat16>(p, args->dtype, stream);
-    case EPMOE_F16: return launch<__half>(p, args->dtype, stream);
-    default: return launch<float>(p, args->dtype, stream);
+    case EPMOE_BF16: return launch<__nv_bfloat16>(p, stream);
+    case EPMOE_F16: return launch<__half>(p, stream);
+    default: return launch<float>(p, stream);
     }
 }

@@ -29,8 +29,8 @@ struct rope_cache_t {
     int32_t lanes;
     int32_t head_slots;
     int32_t tokens;
-    int32_t groups;
-    bool narrow; /* slots fit into 32 bits */
+    epmoei_head_steps_t steps; /* of the walk */
+    bool narrow;               /* slots fit into 32 bits */
 };
 
 /* Where a unit's two runs begin; the second may lie past the head's end. */
@@ -145,47 +145,49 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
     const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    const uint32_t num_tokens = (uint32_t)p.num_tokens;
     epmoei_head_walk_t at, ahead;
-    at.begin(p.num_tokens, p.head_slots, p.tokens, p.groups, p.lanes);
+    at.begin(p.steps);
     ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes);
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes);
     const bool turns = lane < p.half / kRun;
     const columns_t of_head = head_columns<kRun>(p, lane, turns), of_value = value_columns<kRun>(p, lane);
-    const int64_t first_value = p.num_heads + p.kv_heads;
+    const int32_t first_key = (int32_t)p.num_heads, first_value = (int32_t)(p.num_heads + p.kv_heads);
     epmoei_begin_dependent();
-    const auto position_at = [&](int64_t token) {
-        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    const auto position_at = [&](uint32_t token) {
+        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
     };
-    const auto slot_at = [&](int64_t token) {
-        return token < p.num_tokens ? epmoei_load_index(p.slots, p.slots_dtype, token) : -1;
+    const auto slot_at = [&](uint32_t token) {
+        return epmoei_load_raw_index(p.slots, p.slots_dtype, min(token, num_tokens - 1));
     };
     /* Rows of v whose token has no slot are not read. */
-    const auto copy_ahead = [&](int32_t stage, int64_t slot) {
-        const int64_t head = (int64_t)ahead.group * p.head_slots + ahead.slot;
+    const auto copy_ahead = [&](uint32_t stage, const epmoei_raw_index_t &raw) {
+        const int32_t head = ahead.head();
         const bool is_value = head >= first_value;
-        bool valid = ahead.token < p.num_tokens && head < p.all_heads && (turns || head >= p.num_heads);
-        if (is_value) valid = valid && slot >= 0 && slot < p.num_slots;
+        bool valid = ahead.token < num_tokens && head < p.all_heads && (turns || head >= first_key);
+        if (is_value) valid = valid && (uint64_t)epmoei_index_of(raw, p.slots_dtype) < (uint64_t)p.num_slots;
         const columns_t columns = is_value ? of_value : of_head;
-        const T *from = valid ? head_row<T>(p, ahead.token, head) : (const T *)p.k;
+        const T *from = head_row<T>(p, ahead.token, head);
         ring.copy(stage, from + columns.a, valid && columns.a < p.head_dim, from + columns.b,
                   valid && columns.b < p.head_dim);
-        ahead.step(p.tokens, p.groups);
+        ahead.step(p.steps);
     };
-    int64_t position = position_at(at.token), slot = slot_at(at.token), ahead_slot = slot;
+    epmoei_raw_index_t position = position_at(at.token), slot = slot_at(at.token), ahead_slot = slot;
 #pragma unroll
-    for (int i = 0; i < kHeadStages - 1; i++) {
+    for (uint32_t i = 0; i < kHeadStages - 1; i++) {
         copy_ahead(i, ahead_slot);
         ahead_slot = slot_at(ahead.token);
     }
-    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
-        const int64_t token = at.token, head = (int64_t)at.group * p.head_slots + at.slot;
-        const bool works = token < p.num_tokens && head < p.all_heads, is_value = head >= first_value;
+    for (uint32_t stage = 0; at.first < num_tokens; stage = (stage + 1) % kHeadStages) {
+        const uint32_t token = at.token;
+        const int32_t head = at.head();
+        const bool works = token < num_tokens && head < p.all_heads, is_value = head >= first_value;
         const bool counts = works && head == 0 && lane == 0;
-        const int64_t cached = good_slot(p, slot, counts);
+        const int64_t cached = good_slot(p, epmoei_index_of(slot, p.slots_dtype), counts);
         const float *row = works && !is_value ? epmoei_table_row(p.positions, position, counts) : NULL;
-        epmoei_turn_t<kRun> turn = {};
+        epmoei_turn_t<kRun> turn;
         if (turns && row) epmoei_load_turn<kRun>(turn, row, (int64_t)lane * kRun, p.half, p.style, p.direction);
-        at.step(p.tokens, p.groups);
+        at.step(p.steps);
         position = position_at(at.token);
         slot = slot_at(at.token);
         epmoei_cache_run_t<T, kRun> a, b;
@@ -194,11 +196,11 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         ahead_slot = slot_at(ahead.token);
         if (!works) continue;
         if (turns && row) turn_runs<T, kRun>(p, head_row<T>(p, token, head), of_head, a, b, turn);
-        if (head < p.num_heads || cached < 0) continue;
+        if (head < first_key || cached < 0) continue;
         if (is_value)
             cache_runs<T, Stored, kRun>(p, p.value, cached, head - first_value, of_value, a, b);
         else
-            cache_runs<T, Stored, kRun>(p, p.key, cached, head - p.num_heads, of_head, a, b);
+            cache_runs<T, Stored, kRun>(p, p.key, cached, head - first_key, of_head, a, b);
     }
 }
 
@@ -253,10 +255,7 @@ template <typename T, typename Stored> static cudaError_t launch_whole(rope_cach
 {
     p.units = (int32_t)epmoei_ceil_div(p.head_dim / epmoei_part_size<T>, 2);
     const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, p.units);
-    p.lanes = grid.lanes;
-    p.head_slots = grid.slots;
-    p.tokens = grid.tokens;
-    p.groups = grid.groups;
+    p.steps = grid.steps;
     return epmoei_launch_dependent(rope_cache_kernel<T, Stored>, grid.blocks, grid.threads, grid.shared_bytes, stream,
                                    p);
 }
@@ -266,7 +265,8 @@ static epmoe_status_t launch(const rope_cache_t &p, const epmoe_cache_write_args
 {
     constexpr int kRun = epmoei_part_size<T>;
     bool whole = p.half % kRun == 0 && p.head_dim % kRun == 0 && p.q_stride % kRun == 0 && p.k_stride % kRun == 0;
-    whole = whole && p.head_dim / (2 * kRun) < kHeadWalkThreads && cache->key_block_stride % kRun == 0;
+    whole = whole && p.head_dim / (2 * kRun) < kHeadWalkThreads && p.all_heads <= kHeadWalkHeads;
+    whole = whole && cache->key_block_stride % kRun == 0;
     whole = whole && (!cache->value || (cache->value_stride % kRun == 0 && cache->value_block_stride % kRun == 0));
     whole = whole && (cache->layout != EPMOE_CACHE_LAYOUT_V1 || cache->key_pack % kRun == 0);
     return epmoei_cuda_status((int32_t)(whole ? launch_whole<T, Stored>(p, stream) : launch_any<T, Stored>(p, stream)),

@@ -17,7 +17,7 @@ struct rope_t {
     int32_t lanes;
     int32_t slots;
     int32_t tokens;
-    int32_t groups;
+    epmoei_head_steps_t steps; /* of the walk, which needs none of the three above */
 };
 
 template <typename T> __device__ __forceinline__ T *head_row(const rope_t &p, int64_t token, int64_t head)
@@ -27,38 +27,38 @@ template <typename T> __device__ __forceinline__ T *head_row(const rope_t &p, in
 }
 
 /* Runs of 16 bytes, a share of a head for each lane. */
-template <typename T> static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope_kernel(rope_t p)
+template <typename T, epmoe_rope_style_t kStyle>
+static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope_kernel(const rope_t p)
 {
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
     const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    const uint32_t num_tokens = (uint32_t)p.num_tokens;
     epmoei_head_walk_t at, ahead;
-    at.begin(p.num_tokens, p.slots, p.tokens, p.groups, p.lanes);
+    at.begin(p.steps);
     ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.lanes);
-    const int64_t first = (int64_t)lane * kRun;
+    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes), first = lane * kRun;
     epmoei_begin_dependent();
-    const auto copy_ahead = [&](int32_t stage) {
-        const int64_t head = (int64_t)ahead.group * p.slots + ahead.slot;
-        const bool valid = ahead.token < p.num_tokens && head < p.all_heads;
-        const T *from = valid ? head_row<T>(p, ahead.token, head) + first : (const T *)p.q;
+    const auto copy_ahead = [&](uint32_t stage) {
+        const bool valid = ahead.token < num_tokens && ahead.head() < p.all_heads;
+        const T *from = head_row<T>(p, ahead.token, ahead.head()) + first;
         ring.copy(stage, from, valid, from + p.half, valid);
-        ahead.step(p.tokens, p.groups);
+        ahead.step(p.steps);
     };
-    const auto position_at = [&](int64_t token) {
-        return token < p.num_tokens ? epmoei_load_index(p.positions.data, p.positions.dtype, token) : 0;
+    const auto position_at = [&](uint32_t token) {
+        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
     };
 #pragma unroll
-    for (int i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
-    int64_t position = position_at(at.token);
-    for (int32_t stage = 0; at.behind > 0; stage = (stage + 1) % kHeadStages) {
-        const int64_t head = (int64_t)at.group * p.slots + at.slot;
-        const bool works = at.token < p.num_tokens && head < p.all_heads;
+    for (uint32_t i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
+    epmoei_raw_index_t position = position_at(at.token);
+    for (uint32_t stage = 0; at.first < num_tokens; stage = (stage + 1) % kHeadStages) {
+        const int32_t head = at.head();
+        const bool works = at.token < num_tokens && head < p.all_heads;
         const float *row = works ? epmoei_table_row(p.positions, position, head == 0 && lane == 0) : NULL;
-        epmoei_turn_t<kRun> turn = {};
-        if (row) epmoei_load_turn<kRun>(turn, row, first, p.half, p.style, p.direction);
-        T *to = row ? head_row<T>(p, at.token, head) + first : NULL;
-        at.step(p.tokens, p.groups);
+        epmoei_turn_t<kRun> turn;
+        if (row) epmoei_load_turn<kRun>(turn, row, first, p.half, kStyle, p.direction);
+        T *to = head_row<T>(p, at.token, head) + first;
+        at.step(p.steps);
         position = position_at(at.token);
         uint4 a, b;
         ring.take(a, b, stage);
@@ -67,7 +67,7 @@ template <typename T> static __global__ void __launch_bounds__(kHeadWalkThreads,
         float x[kRun], y[kRun];
         epmoei_unpack_part<T>(x, a);
         epmoei_unpack_part<T>(y, b);
-        epmoei_rotate<kRun>(x, y, turn, p.style);
+        epmoei_rotate<kRun>(x, y, turn, kStyle);
         *(uint4 *)to = epmoei_pack_part<T>(x);
         *(uint4 *)(to + p.half) = epmoei_pack_part<T>(y);
     }
@@ -108,18 +108,16 @@ template <typename T> static cudaError_t launch_any(rope_t p, epmoe_stream_t str
 template <typename T> static cudaError_t launch_whole(rope_t p, epmoe_stream_t stream)
 {
     const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, p.half / epmoei_part_size<T>);
-    p.lanes = grid.lanes;
-    p.slots = grid.slots;
-    p.tokens = grid.tokens;
-    p.groups = grid.groups;
-    return epmoei_launch_dependent(rope_kernel<T>, grid.blocks, grid.threads, grid.shared_bytes, stream, p);
+    p.steps = grid.steps;
+    const auto kernel = p.style == EPMOE_ROPE_GPTJ ? rope_kernel<T, EPMOE_ROPE_GPTJ> : rope_kernel<T, EPMOE_ROPE_NEOX>;
+    return epmoei_launch_dependent(kernel, grid.blocks, grid.threads, grid.shared_bytes, stream, p);
 }
 
 template <typename T> static epmoe_status_t launch(const rope_t &p, epmoe_stream_t stream)
 {
     constexpr int kRun = epmoei_part_size<T>;
     bool whole = p.half % kRun == 0 && p.head_stride % kRun == 0 && p.q_stride % kRun == 0 && p.k_stride % kRun == 0;
-    whole = whole && p.half / kRun <= kHeadWalkThreads;
+    whole = whole && p.half / kRun <= kHeadWalkThreads && p.all_heads <= kHeadWalkHeads;
     return epmoei_cuda_status((int32_t)(whole ? launch_whole<T>(p, stream) : launch_any<T>(p, stream)), "epmoe_rope");
 }
 
