@@ -35,27 +35,27 @@ struct rope_cache_t {
 
 /* Where a unit's two runs begin; the second may lie past the head's end. */
 struct columns_t {
-    int64_t a;
-    int64_t b;
+    int32_t a;
+    int32_t b;
 };
 
 template <int kRun> __device__ __forceinline__ columns_t head_columns(const rope_cache_t &p, int32_t unit, bool turns)
 {
-    columns_t at;
+    int64_t a, b;
     if (turns) {
-        epmoei_pair_columns<kRun>(at.a, at.b, (int64_t)unit * kRun, p.half, p.style);
+        epmoei_pair_columns<kRun>(a, b, (int64_t)unit * kRun, p.half, p.style);
     } else {
-        at.a = 2 * (int64_t)p.half + 2 * (int64_t)(unit - p.half / kRun) * kRun;
-        at.b = at.a + kRun;
+        a = 2 * (int64_t)p.half + 2 * (int64_t)(unit - p.half / kRun) * kRun;
+        b = a + kRun;
     }
-    return at;
+    return {(int32_t)a, (int32_t)b};
 }
 
 template <int kRun> __device__ __forceinline__ columns_t value_columns(const rope_cache_t &p, int32_t unit)
 {
     columns_t at;
-    at.a = (int64_t)unit * kRun;
-    at.b = at.a + (int64_t)p.units * kRun;
+    at.a = unit * kRun;
+    at.b = at.a + p.units * kRun;
     return at;
 }
 
@@ -116,22 +116,20 @@ __device__ __forceinline__ void cache_runs(const rope_cache_t &p, const epmoei_c
     epmoei_divisor_t divisor = {1.0f, 1.0f, 1.0f};
     if (sizeof(Stored) == 1 && side.scale) divisor = epmoei_divisor(*side.scale);
     if (columns.a < p.head_dim)
-        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, (int32_t)columns.a), a, side.column_step,
-                                    divisor);
+        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, columns.a), a, side.column_step, divisor);
     if (columns.b < p.head_dim)
-        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, (int32_t)columns.b), b, side.column_step,
-                                    divisor);
+        epmoei_cache_store<T, kRun>(to + epmoei_cache_inside(side, head, columns.b), b, side.column_step, divisor);
 }
 
 template <typename T, int kRun>
-__device__ __forceinline__ void turn_runs(const rope_cache_t &p, T *to, const columns_t &columns,
-                                          epmoei_cache_run_t<T, kRun> &a, epmoei_cache_run_t<T, kRun> &b,
-                                          const epmoei_turn_t<kRun> &turn)
+__device__ __forceinline__ void turn_runs(T *to, const columns_t &columns, epmoei_cache_run_t<T, kRun> &a,
+                                          epmoei_cache_run_t<T, kRun> &b, const epmoei_turn_t<kRun> &turn,
+                                          epmoe_rope_style_t style)
 {
     float x[kRun], y[kRun];
     unpack<T, kRun>(x, a);
     unpack<T, kRun>(y, b);
-    epmoei_rotate<kRun>(x, y, turn, p.style);
+    epmoei_rotate<kRun>(x, y, turn, style);
     pack<T, kRun>(a, x);
     pack<T, kRun>(b, y);
     put_back<T, kRun>(to + columns.a, a);
@@ -139,7 +137,7 @@ __device__ __forceinline__ void turn_runs(const rope_cache_t &p, T *to, const co
 }
 
 /* Runs of 16 bytes, a unit of a head for each lane. */
-template <typename T, typename Stored>
+template <typename T, typename Stored, epmoe_rope_style_t kStyle>
 static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope_cache_kernel(const rope_cache_t p)
 {
     constexpr int kRun = epmoei_part_size<T>;
@@ -186,7 +184,7 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         const int64_t cached = good_slot(p, epmoei_index_of(slot, p.slots_dtype), counts);
         const float *row = works && !is_value ? epmoei_table_row(p.positions, position, counts) : NULL;
         epmoei_turn_t<kRun> turn;
-        if (turns && row) epmoei_load_turn<kRun>(turn, row, (int64_t)lane * kRun, p.half, p.style, p.direction);
+        if (turns && row) epmoei_load_turn<kRun>(turn, row, (int64_t)lane * kRun, p.half, kStyle, p.direction);
         at.step(p.steps);
         position = position_at(at.token);
         slot = slot_at(at.token);
@@ -195,7 +193,7 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         copy_ahead((stage + kHeadStages - 1) % kHeadStages, ahead_slot);
         ahead_slot = slot_at(ahead.token);
         if (!works) continue;
-        if (turns && row) turn_runs<T, kRun>(p, head_row<T>(p, token, head), of_head, a, b, turn);
+        if (turns && row) turn_runs<T, kRun>(head_row<T>(p, token, head), of_head, a, b, turn, kStyle);
         if (head < first_key || cached < 0) continue;
         if (is_value)
             cache_runs<T, Stored, kRun>(p, p.value, cached, head - first_value, of_value, a, b);
@@ -229,7 +227,7 @@ static __global__ void __launch_bounds__(256) rope_cache_any_kernel(const rope_c
             epmoei_cache_run_t<T, 1> a, b;
             epmoei_cache_load<T, 1>(a, data + columns.a, reads && columns.a < p.head_dim, true);
             epmoei_cache_load<T, 1>(b, data + columns.b, reads && columns.b < p.head_dim, true);
-            if (turns && !is_value) turn_runs<T, 1>(p, data, of_head, a, b, turn);
+            if (turns && !is_value) turn_runs<T, 1>(data, of_head, a, b, turn, p.style);
             if (!caches) continue;
             if (is_value)
                 cache_runs<T, Stored, 1>(p, p.value, slot, value, of_value, a, b);
@@ -256,8 +254,9 @@ template <typename T, typename Stored> static cudaError_t launch_whole(rope_cach
     p.units = (int32_t)epmoei_ceil_div(p.head_dim / epmoei_part_size<T>, 2);
     const epmoei_head_walk_grid_t grid = epmoei_head_walk_grid(p.num_tokens, p.all_heads, p.units);
     p.steps = grid.steps;
-    return epmoei_launch_dependent(rope_cache_kernel<T, Stored>, grid.blocks, grid.threads, grid.shared_bytes, stream,
-                                   p);
+    const auto kernel = p.style == EPMOE_ROPE_GPTJ ? rope_cache_kernel<T, Stored, EPMOE_ROPE_GPTJ>
+                                                   : rope_cache_kernel<T, Stored, EPMOE_ROPE_NEOX>;
+    return epmoei_launch_dependent(kernel, grid.blocks, grid.threads, grid.shared_bytes, stream, p);
 }
 
 template <typename T, typename Stored>
