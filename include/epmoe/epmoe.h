@@ -659,7 +659,7 @@ EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe
  * On CUDA products without a bias are cuBLASLt's where x and w are of one 16-bit type, and those of TENSOR and TOKEN
  * always; which of its ways a size takes is chosen in the first call and remembered. It is loaded at run time. The
  * rest, and what it has no way for, is epmoe_grouped_gemm's with one expert.
- * A NaN or infinity spreads to its own row only, those of w to their own column of y. No aliasing. T = 0 is a no-op.
+ * A NaN of x stays in its row of y, one of w in its column. No aliasing. T = 0 is a no-op.
  * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, NULL pointers, a format or a granularity outside the
  * table, E4M3 without x_scale, other x with x_scale but TENSOR, a too small workspace; on the CPU a static x_scale
  * that is not finite and above 0; on CUDA addresses not aligned to 16 bytes, x_scale to 4. NOT_SUPPORTED as in
