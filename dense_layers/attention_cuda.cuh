@@ -351,8 +351,7 @@ inline epmoe_status_t check_blocks(int64_t blocks)
 
 template <typename Kernel> epmoe_status_t allow_shared(Kernel kernel, int32_t bytes, const char *name)
 {
-    return epmoei_cuda_status((int32_t)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                              name);
+    return epmoei_allow_shared(kernel, (size_t)bytes, name);
 }
 
 } // namespace

@@ -383,11 +383,7 @@ template <typename T> static __global__ void __launch_bounds__(kThreads, 2) samp
 template <typename T> static epmoe_status_t launch(const epmoe_sample_args_t *args, epmoe_stream_t stream)
 {
     const sample_t p = {*args, args->logits_stride % 4 == 0 || args->num_rows == 1};
-    epmoe_status_t status =
-        epmoei_cuda_status((int32_t)cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                         (int)sizeof(shared_t)),
-                           "epmoe_sample");
-    EPMOEI_CHECK(status);
+    EPMOEI_CHECK(epmoei_allow_shared(sample_kernel<T>, sizeof(shared_t), "epmoe_sample"));
     return epmoei_cuda_status((int32_t)epmoei_launch_dependent(sample_kernel<T>, dim3((unsigned)args->num_rows),
                                                                dim3(kThreads), sizeof(shared_t), stream, p),
                               "epmoe_sample");

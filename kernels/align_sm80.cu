@@ -8,11 +8,10 @@
 
 static const int kThreads = 1024;
 static const int kMaxWarps = kThreads / 32;
-static const int kMaxSteps = 8;                /* of a warp in a tile */
-static const int kMaxCounters = 32768;         /* 16-bit, of all warps: 64 KiB of shared memory */
-static const int kMaxChunks = 512;             /* bounds the workspace */
-static const int kSharedByDefault = 48 * 1024; /* what a kernel gets without asking */
-static const int64_t kFillPerBlock = 8192;     /* positions that one block fills in the one-tile form */
+static const int kMaxSteps = 8;            /* of a warp in a tile */
+static const int kMaxCounters = 32768;     /* 16-bit, of all warps: 64 KiB of shared memory */
+static const int kMaxChunks = 512;         /* bounds the workspace */
+static const int64_t kFillPerBlock = 8192; /* positions that one block fills in the one-tile form */
 static const int kMaxFillBlocks = 64;
 static const uint32_t kAll = 0xFFFFFFFFu;
 
@@ -364,13 +363,6 @@ extern "C" int64_t epmoei_align_workspace_sm80(const epmoe_align_args_t *args)
     return plan.chunks ? (int64_t)args->num_experts * (kMaxChunks + 1) * (int64_t)sizeof(int32_t) : 0;
 }
 
-static epmoe_status_t allow_shared(const void *kernel, size_t bytes)
-{
-    if (bytes <= (size_t)kSharedByDefault) return EPMOE_OK;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    return EPMOE_OK;
-}
-
 static epmoe_status_t launch(void (*kernel)(align_params_t), int64_t blocks, int threads, size_t shared_bytes,
                              epmoe_stream_t stream, const align_params_t &p)
 {
@@ -395,13 +387,13 @@ extern "C" epmoe_status_t epmoei_align_sm80(const epmoe_align_args_t *args, epmo
     p.plan = align_plan(args);
     p.error_word = epmoei_error_word();
     if (!p.plan.chunks) {
-        EPMOEI_CHECK(allow_shared((const void *)align_one_tile_kernel, p.plan.shared_bytes));
+        EPMOEI_CHECK(epmoei_allow_shared(align_one_tile_kernel, p.plan.shared_bytes, "epmoe_align_block_size"));
         int64_t blocks = epmoei_min64(kMaxFillBlocks, epmoei_max64(1, epmoei_ceil_div(p.plan.worst, kFillPerBlock)));
         return launch(align_one_tile_kernel, blocks, kThreads, p.plan.shared_bytes, stream, p);
     }
     p.histogram = (int32_t *)args->workspace;
     p.totals = p.histogram + (int64_t)args->num_experts * p.plan.chunks;
-    EPMOEI_CHECK(allow_shared((const void *)align_scatter_kernel, p.plan.shared_bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(align_scatter_kernel, p.plan.shared_bytes, "epmoe_align_block_size"));
     EPMOEI_CHECK(launch(align_count_kernel, p.plan.chunks, kThreads, args->num_experts * sizeof(int32_t), stream, p));
     EPMOEI_CHECK(launch(align_prefix_kernel, epmoei_ceil_div(args->num_experts, 4), 128, 0, stream, p));
     return launch(align_scatter_kernel, p.plan.chunks, kThreads, p.plan.shared_bytes, stream, p);

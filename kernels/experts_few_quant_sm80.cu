@@ -593,7 +593,7 @@ epmoe_status_t launch(const few_params_t &p, bool gated, epmoe_stream_t stream)
 {
     const int bytes = kWarps * slot<kFormat, kGroups>::kWarpBytes;
     auto *kernel = gated ? gate_up_kernel<T, kFormat, kGroups> : down_kernel<T, kFormat, kGroups>;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "experts_few_quant"));
     const dim3 blocks = gated ? dim3((unsigned)(p.args.num_tokens * p.args.top_k),
                                      (unsigned)epmoei_ceil_div(p.args.intermediate, kColumns))
                               : dim3((unsigned)epmoei_ceil_div(p.args.hidden, kColumns));

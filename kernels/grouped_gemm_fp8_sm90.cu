@@ -428,7 +428,7 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_ro
     EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_F8_E4M3, 1, x->codes, args->max_rows, args->k, line.tokens / line.cluster));
     const weight_scales_t w = weight_scales(args, &p);
     const epmoei_fp8_rows_t no_rows = {};
-    EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_fp8_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(grouped_gemm_fp8_kernel, (size_t)bytes, "grouped_gemm_fp8_sm90"));
     const int64_t tiles = gemm_max_row_tiles(args, line.tokens) * epmoei_ceil_div(args->n, kTileW * line.cluster);
     const int64_t clusters = epmoei_min64(tiles, epmoei_device_current()->num_sms / line.cluster);
     return epmoei_cuda_status((int32_t)epmoei_launch_clusters(grouped_gemm_fp8_kernel, line.cluster,

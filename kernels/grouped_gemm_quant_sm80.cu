@@ -10,6 +10,7 @@
  * The sum over K goes in steps of 16 columns and in groups whatever the tile: results do not depend on the tile choice
  * or on other rows. */
 #include "kernels/grouped_gemm_quant_cuda.cuh"
+#include "kernels/launch_cuda.cuh"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -372,7 +373,7 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stre
 {
     auto *kernel = grouped_gemm_quant_kernel<T, kFormat, kTokens>;
     const int bytes = shape<kFormat, kTokens>::kBuffer + (args->num_experts + 1) * 4;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_quant_sm80"));
     int blocks_per_sm = 0;
     EPMOEI_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, kThreads, (size_t)bytes));
     if (blocks_per_sm < 1)

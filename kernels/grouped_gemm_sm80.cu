@@ -10,6 +10,7 @@
 #include "kernels/grouped_gemm_cuda.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/grouped_gemm_wide_sm80.h"
+#include "kernels/launch_cuda.cuh"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -168,7 +169,7 @@ template <typename T, typename Tile>
 epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, const epmoei_device_info_t *device, epmoe_stream_t stream)
 {
     const int bytes = Tile::kBufferBytes + (args->num_experts + 1) * 4;
-    EPMOEI_CUDA(cudaFuncSetAttribute(grouped_gemm_kernel<T, Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(grouped_gemm_kernel<T, Tile>, (size_t)bytes, "grouped_gemm_sm80"));
     int blocks_per_sm = 0;
     EPMOEI_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, grouped_gemm_kernel<T, Tile>, kThreads,
                                                               (size_t)bytes));

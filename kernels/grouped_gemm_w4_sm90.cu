@@ -524,7 +524,7 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     x_maps_t x_maps;
     EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k, line.max_n / Cut::kCluster));
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_w4_sm90"));
     const int64_t tiles =
         gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, kCutTiles<Cut> * Cut::kCluster);
     const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms / Cut::kCluster);

@@ -10,6 +10,7 @@
 
 #include "kernels/grouped_gemm_cuda.cuh"
 #include "kernels/grouped_gemm_tile.h"
+#include "kernels/launch_cuda.cuh"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -445,7 +446,7 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, int32_t tile_rows, 
 {
     const int bytes = shared_bytes<kStages>(args->num_experts);
     const auto kernel = grouped_gemm_wide_kernel<T, kStages>;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_wide_sm80"));
     int64_t tiles = gemm_max_row_tiles(args, tile_rows) * epmoei_ceil_div(args->n, kBlockN);
     kernel<<<(unsigned)epmoei_min64(tiles, device->num_sms), kThreads, bytes, stream>>>(gemm_params(args), tile_rows);
     return EPMOEI_LAUNCH_CHECK("grouped_gemm_wide_sm80");

@@ -1,4 +1,6 @@
-/* Programmatic dependent launch: a kernel is put on the device while the one before it in the stream still runs, and
+/* How kernels are launched: with more shared memory than they have unasked, and as dependents.
+ *
+ * Programmatic dependent launch: a kernel is put on the device while the one before it in the stream still runs, and
  * waits there for it, which hides most of the gap between two kernels; also between nodes of a captured graph.
  *
  * A kernel that epmoei_launch_dependent starts
@@ -30,6 +32,23 @@ __device__ __forceinline__ void epmoei_begin_dependent()
 {
     epmoei_wait_for_predecessor();
     epmoei_allow_dependent();
+}
+
+/* Before a launch with `bytes` of dynamic shared memory: lets `kernel` have all that the current device gives a block.
+ * What a kernel may have holds for every thread of the process, and so must not depend on what one of them launches: it
+ * only ever goes from the default to the most. A launch still takes no more than its own bytes. */
+template <typename... Params>
+static inline epmoe_status_t epmoei_allow_shared(void (*kernel)(Params...), size_t bytes, const char *name)
+{
+    /* Of the 48 KB without asking a kernel's own __shared__ arrays have a part. */
+    const size_t unasked = 32 * 1024;
+    if (bytes <= unasked) return EPMOE_OK;
+    cudaFuncAttributes now;
+    EPMOEI_CHECK(epmoei_cuda_status((int32_t)cudaFuncGetAttributes(&now, kernel), name));
+    if ((size_t)now.maxDynamicSharedSizeBytes >= bytes) return EPMOE_OK;
+    const int32_t most = epmoei_device_current()->shared_bytes_per_block - (int32_t)now.sharedSizeBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    return epmoei_cuda_status((int32_t)error, name);
 }
 
 /* The machine code for 9.0 has the two instructions; what the driver makes of the PTX for anything newer has not, and

@@ -21,7 +21,6 @@ static const int kWideSingleThreads = 384;
 static const int kRowThreads = 128; /* of a block that only chooses */
 static const int kPlaceThreads = 512;
 static const int kCountLanes = 32; /* the most threads that share an expert's counts */
-static const int kSharedByDefault = 48 * 1024;
 static_assert(kPlaceThreads >= EPMOEI_ROUTE_ALIGN_EXPERTS, "the order has a thread per expert");
 static_assert(kSingleThreads <= 32 * 32, "one word of tokens");
 
@@ -376,13 +375,6 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
 
 /* -------------------------------------------------------------------------------------------------------- launch */
 
-static epmoe_status_t allow_shared(const void *kernel, size_t bytes)
-{
-    if (bytes <= (size_t)kSharedByDefault) return EPMOE_OK;
-    EPMOEI_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    return EPMOE_OK;
-}
-
 /* Floats of shared memory that the steps of a row share beyond one per expert; 0 = they need none of both. */
 static int32_t tail_floats(const epmoe_topk_args_t *topk)
 {
@@ -413,7 +405,7 @@ template <int kValues, bool kPlain> static epmoe_status_t launch_rows(route_para
     /* Many blocks would take the issue slots of the product that they wait for. */
     p.rehearses = p.single && device->arch == 90;
     void (*kernel)(route_params_t, int32_t) = route_rows_kernel<kValues, kPlain>;
-    EPMOEI_CHECK(allow_shared((const void *)kernel, shared_bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(kernel, shared_bytes, "the choice of experts"));
     cudaError_t error =
         epmoei_launch_dependent(kernel, (unsigned)blocks, (unsigned)threads, shared_bytes, stream, p, team_floats);
     return epmoei_cuda_status((int32_t)error, "the choice of experts");
@@ -423,7 +415,7 @@ static epmoe_status_t launch_blocks(const route_params_t &p, epmoe_stream_t stre
 {
     unsigned threads = (unsigned)(32 * epmoei_ceil_div(p.topk.num_experts, 32 * kBlockValues));
     size_t shared_bytes = (2 * threads * kBlockValues + (size_t)tail_floats(&p.topk)) * sizeof(float);
-    EPMOEI_CHECK(allow_shared((const void *)route_block_kernel, shared_bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(route_block_kernel, shared_bytes, "the choice of experts"));
     cudaError_t error =
         epmoei_launch_dependent(route_block_kernel, (unsigned)p.topk.num_tokens, threads, shared_bytes, stream, p);
     return epmoei_cuda_status((int32_t)error, "the choice of experts");
@@ -443,7 +435,7 @@ static epmoe_status_t launch_choice(const route_params_t &p, epmoe_stream_t stre
 static epmoe_status_t launch_place(const route_params_t &p, epmoe_stream_t stream)
 {
     size_t shared_bytes = (size_t)place_shared_bytes(p.groups, p.topk.num_experts);
-    EPMOEI_CHECK(allow_shared((const void *)route_place_kernel, shared_bytes));
+    EPMOEI_CHECK(epmoei_allow_shared(route_place_kernel, shared_bytes, "the order of slots"));
     cudaError_t error =
         epmoei_launch_dependent(route_place_kernel, (unsigned)p.groups.count, kPlaceThreads, shared_bytes, stream, p);
     return epmoei_cuda_status((int32_t)error, "the order of slots");

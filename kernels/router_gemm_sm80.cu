@@ -311,8 +311,7 @@ template <typename T, int kTokens> epmoe_status_t launch_direct(router_params_t 
 template <typename T, typename Shape> epmoe_status_t launch_tiled(router_params_t p, epmoe_stream_t stream)
 {
     unsigned blocks = (unsigned)count_blocks(&p, Shape::kBlockM, Shape::kBlockN);
-    EPMOEI_CUDA(cudaFuncSetAttribute(router_tiled_kernel<T, Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     Shape::kSharedBytes));
+    EPMOEI_CHECK(epmoei_allow_shared(router_tiled_kernel<T, Shape>, Shape::kSharedBytes, "the router's product"));
     cudaError_t error =
         epmoei_launch_dependent(router_tiled_kernel<T, Shape>, blocks, Shape::kThreads, Shape::kSharedBytes, stream, p);
     return epmoei_cuda_status((int32_t)error, "the router's product");

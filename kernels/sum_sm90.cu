@@ -164,8 +164,7 @@ template <typename Y> epmoe_status_t launch(const epmoei_row_sum_t *sum, const c
     const int32_t per_token = (int32_t)epmoei_ceil_div(sum->hidden, most);
     const int32_t cols = (int32_t)epmoei_ceil_div(epmoei_ceil_div(sum->hidden, per_token), kRun) * kRun;
     const int64_t blocks = epmoei_min64((int64_t)sum->num_tokens * per_token, epmoei_device_current()->num_sms);
-    EPMOEI_CUDA(
-        cudaFuncSetAttribute(row_sum_ring_kernel<Y>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    EPMOEI_CHECK(epmoei_allow_shared(row_sum_ring_kernel<Y>, kSharedBytes, op));
     return epmoei_cuda_status((int32_t)epmoei_launch_dependent(row_sum_ring_kernel<Y>, dim3((unsigned)blocks),
                                                                dim3(kThreads), kSharedBytes, stream, *sum, cols,
                                                                per_token),
