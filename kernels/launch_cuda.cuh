@@ -46,8 +46,9 @@ static inline epmoe_status_t epmoei_allow_shared(void (*kernel)(Params...), size
     cudaFuncAttributes now;
     EPMOEI_CHECK(epmoei_cuda_status((int32_t)cudaFuncGetAttributes(&now, kernel), name));
     if ((size_t)now.maxDynamicSharedSizeBytes >= bytes) return EPMOE_OK;
-    const int32_t most = epmoei_device_current()->shared_bytes_per_block - (int32_t)now.sharedSizeBytes;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    int64_t most = epmoei_device_current()->shared_bytes_per_block - (int64_t)now.sharedSizeBytes;
+    most = epmoei_max64(most, (int64_t)bytes); /* what the device does not have is refused here */
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)most);
     return epmoei_cuda_status((int32_t)error, name);
 }
 
