@@ -325,6 +325,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const epmoei_fp8_rows_t x, const epmoei_fp8_rows_t y,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ x_maps_t x_maps)
 {
+    constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static_assert(ptx_registers_do(kThreads, 1, kProducerRegisters, kConsumerRegisters), "too many");
     extern __shared__ __align__(1024) char shared[];
     const shared_layout layout(line);
     block_t b;
@@ -362,7 +364,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<40>();
+        ptx_setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x / 32 == 0)
             produce(p, b, x, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
@@ -370,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         else if (threadIdx.x / 32 == 2)
             produce_weight_scales(p, b, w);
     } else {
-        ptx_setmaxnreg_inc<232>();
+        ptx_setmaxnreg_inc<kConsumerRegisters>();
         consume(p, y, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */

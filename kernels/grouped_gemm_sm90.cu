@@ -263,11 +263,15 @@ template <typename T, int kMaxN> __device__ __forceinline__ void consume(const g
 
 /* Narrow blocks share an SM with another one, of this launch or already of the next: the end of one hides behind the
  * stream of the other. */
+template <int kMaxN> constexpr int kBlocksPerSm = kMaxN <= kNarrow ? 2 : 1;
+
 template <typename T, int kMaxN>
-__global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kMaxN>)
     grouped_gemm_kernel(const gemm_params_t p, const pipeline_t line, const __grid_constant__ CUtensorMap w_map,
                         const __grid_constant__ x_maps_t x_maps)
 {
+    constexpr int kProducerRegisters = kMaxN <= kNarrow ? 48 : 40, kConsumerRegisters = kMaxN <= kNarrow ? 96 : 232;
+    static_assert(ptx_registers_do(kThreads, kBlocksPerSm<kMaxN>, kProducerRegisters, kConsumerRegisters), "too many");
     extern __shared__ __align__(1024) char shared[];
     const shared_layout layout(line);
     block_t b;
@@ -313,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
 
     if (threadIdx.x < kWarpgroup) {
-        ptx_setmaxnreg_dec<kMaxN <= kNarrow ? 48 : 40>();
+        ptx_setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x / 32 == 0)
             produce(p, b, &w_map, &x_maps);
         else if (threadIdx.x / 32 == 1)
@@ -321,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kMaxN <= kNarrow ? 2 : 1)
         else if (threadIdx.x / 32 >= 2 && line.way != WAY_ANY)
             store<2>(p, b, threadIdx.x / 32 - 2);
     } else {
-        ptx_setmaxnreg_inc<kMaxN <= kNarrow ? 96 : 232>();
+        ptx_setmaxnreg_inc<kConsumerRegisters>();
         consume<T, kMaxN>(p, b);
     }
     if (line.cluster > 1) ptx_cluster_sync();     /* nothing arrives in a block that has ended */
@@ -364,7 +368,7 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k, line.max_n / line.cluster));
     EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_sm90"));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
-    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * (kMaxN <= kNarrow ? 2 : 1);
+    const int64_t resident = (int64_t)epmoei_device_current()->num_sms * kBlocksPerSm<kMaxN>;
     const int64_t clusters = epmoei_min64(tiles, resident / line.cluster);
     return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, line.cluster,
                                                               dim3((unsigned)(clusters * line.cluster)), dim3(kThreads),

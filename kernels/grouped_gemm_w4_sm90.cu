@@ -406,9 +406,8 @@ __global__ void __launch_bounds__(kCutThreads<Cut>, 1)
     grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
                            const __grid_constant__ x_maps_t x_maps)
 {
-    constexpr int kThreads = kCutThreads<Cut>, kStartRegisters = 65536 / kThreads / 8 * 8;
-    static_assert(Cut::kProducerRegisters + Cut::kGroups * Cut::kRegisters <= (1 + Cut::kGroups) * kStartRegisters,
-                  "too many");
+    constexpr int kThreads = kCutThreads<Cut>;
+    static_assert(ptx_registers_do(kThreads, 1, Cut::kProducerRegisters, Cut::kRegisters), "too many");
     extern __shared__ __align__(1024) char shared[];
     block_t b = {line, shared};
     b.base = ptx_shared_address(shared);

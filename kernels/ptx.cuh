@@ -470,6 +470,13 @@ template <int kPending> __device__ __forceinline__ void ptx_wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+/* Whether the registers that a block starts with do for one warpgroup that keeps `fewer` a thread and others that take
+ * `more`: a warpgroup that finds too few of them free waits for ever. In a kernel with setmaxnreg ptxas gives a thread
+ * all that __launch_bounds__ leaves it; tests/registers_check.sh watches that it does. */
+__host__ __device__ constexpr bool ptx_registers_do(int threads, int blocks_per_sm, int fewer, int more)
+{
+    return fewer + (threads / 128 - 1) * more <= threads / 128 * (65536 / (threads * blocks_per_sm) / 8 * 8);
+}
 template <int kRegisters> __device__ __forceinline__ void ptx_setmaxnreg_inc()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
