@@ -202,16 +202,23 @@ uint32_t epmoei_quant_code(const epmoei_quant_t *quant, int64_t row, int64_t col
         return nibble(load_word(quant->data, col * epmoei_ceil_div(quant->stored_rows, 8) + row / 8),
                       epmoei_awq_nibble[row & 7]);
     case EPMOE_FORMAT_MXFP4: {
-        uint8_t pair = ((const uint8_t *)quant->data)[(row * quant->cols + col) / 2];
+        uint8_t pair = ((const uint8_t *)quant->data)[(row * epmoei_quant_stored_cols(quant) + col) / 2];
         return col & 1 ? pair >> 4 : pair & 15;
     }
-    default: return nibble(load_word(quant->data, row * epmoei_ceil_div(quant->cols, 8) + col / 8), col);
+    default:
+        return nibble(load_word(quant->data, row * epmoei_ceil_div(epmoei_quant_stored_cols(quant), 8) + col / 8), col);
     }
+}
+
+/* Scales along a stored row. */
+static int64_t stored_groups(const epmoei_quant_t *quant)
+{
+    return epmoei_ceil_div(epmoei_quant_stored_cols(quant), quant->group);
 }
 
 int32_t epmoei_quant_zero(const epmoei_quant_t *quant, int64_t row, int64_t group)
 {
-    int64_t row_words = epmoei_ceil_div(quant->stored_rows, 8), groups = epmoei_ceil_div(quant->cols, quant->group);
+    int64_t row_words = epmoei_ceil_div(quant->stored_rows, 8), groups = stored_groups(quant);
     if (!quant->zeros) return 8;
     switch (quant->format) {
     case EPMOE_FORMAT_GPTQ: {
@@ -227,7 +234,7 @@ int32_t epmoei_quant_zero(const epmoei_quant_t *quant, int64_t row, int64_t grou
 
 int64_t epmoei_quant_scale_at(const epmoei_quant_t *quant, int64_t row, int64_t group)
 {
-    int64_t groups = epmoei_ceil_div(quant->cols, quant->group), half = quant->second_half;
+    int64_t groups = stored_groups(quant), half = quant->second_half;
     switch (quant->format) {
     case EPMOE_FORMAT_FP8_BLOCK: {
         int32_t high = epmoei_quant_row_group(quant);
@@ -250,7 +257,8 @@ float epmoei_quant_at(const epmoei_quant_t *quant, int64_t row, int64_t col)
     int64_t group = has_group_index(quant) ? epmoei_quant_index(quant, col) : col / quant->group;
     float scale = epmoei_quant_scale(quant, epmoei_quant_scale_at(quant, stored, group));
     if (quant->format == EPMOE_FORMAT_FP8_BLOCK) {
-        int64_t at = quant->transposed ? col * quant->stored_rows + stored : stored * quant->cols + col;
+        int64_t at =
+            quant->transposed ? col * quant->stored_rows + stored : stored * epmoei_quant_stored_cols(quant) + col;
         return epmoei_e4m3_to_f32(((const uint8_t *)quant->data)[at]) * scale;
     }
     uint32_t code = epmoei_quant_code(quant, stored, col);
@@ -261,15 +269,15 @@ float epmoei_quant_at(const epmoei_quant_t *quant, int64_t row, int64_t col)
 /* Columns of one group, [first, end), in a row whose columns lie side by side. */
 static void widen_run(const epmoei_quant_t *quant, int64_t stored, int64_t first, int64_t end, float *out)
 {
-    int64_t group = first / quant->group;
+    int64_t group = first / quant->group, cols = epmoei_quant_stored_cols(quant);
     float scale = epmoei_quant_scale(quant, epmoei_quant_scale_at(quant, stored, group));
     if (quant->format == EPMOE_FORMAT_FP8_BLOCK) {
-        const uint8_t *codes = (const uint8_t *)quant->data + stored * quant->cols;
+        const uint8_t *codes = (const uint8_t *)quant->data + stored * cols;
         for (int64_t c = first; c < end; c++) *out++ = epmoei_e4m3_to_f32(codes[c]) * scale;
         return;
     }
     if (quant->format == EPMOE_FORMAT_MXFP4) {
-        const uint8_t *pairs = (const uint8_t *)quant->data + stored * quant->cols / 2;
+        const uint8_t *pairs = (const uint8_t *)quant->data + stored * cols / 2;
         for (int64_t c = first; c < end; c++)
             *out++ = epmoei_e2m1_to_f32((uint8_t)(pairs[c / 2] >> (4 * (c & 1)))) * scale;
         return;
@@ -281,7 +289,7 @@ static void widen_run(const epmoei_quant_t *quant, int64_t stored, int64_t first
         row += stored * 4;
         word_step = quant->stored_rows * 4;
     } else {
-        row += stored * epmoei_ceil_div(quant->cols, 8) * 4;
+        row += stored * epmoei_ceil_div(cols, 8) * 4;
     }
     for (int64_t c = first; c < end;) {
         uint32_t word;

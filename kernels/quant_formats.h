@@ -42,6 +42,7 @@ typedef struct epmoei_quant_t {
     int64_t stored_rows;
     int64_t first_row;
     int64_t row_step;
+    int64_t stored_cols; /* columns of the stored matrix, where only some of them are taken; 0 = cols */
     bool transposed;     /* FP8_BLOCK: codes and scales lie as those of [cols,stored_rows]; without a second half */
     int64_t second_half; /* FP8_BLOCK: the stored row at which blocks begin anew; 0 = they do not */
     const void *data;
@@ -67,6 +68,16 @@ static inline int32_t epmoei_quant_row_group(const epmoei_quant_t *quant)
 {
     return quant->row_group ? quant->row_group : quant->group;
 }
+
+static inline int64_t epmoei_quant_stored_cols(const epmoei_quant_t *quant)
+{
+    return quant->stored_cols ? quant->stored_cols : quant->cols;
+}
+
+/* Leaves rows, or columns, [first, first + count) of the matrix, in place. Columns: why that cannot be done, or NULL.
+ */
+void epmoei_quant_take_rows(epmoei_quant_t *quant, int64_t first, int64_t count);
+const char *epmoei_quant_take_cols(epmoei_quant_t *quant, int64_t first, int64_t count);
 
 /* Whole matrix `expert` of a weight [E,rows,cols], whose defaults are filled in. second_half as above. */
 epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows, int64_t cols, int64_t expert,

@@ -114,7 +114,9 @@ static void pack_blocks(const epmoei_quant_t *source, const epmoei_pack_target_t
     if (source->transposed) pack_transposed(source, target);
     for (int64_t r = 0; r < source->rows && !source->transposed; r++)
         memcpy((char *)target->data + target_row(target, r) * cols,
-               (const char *)source->data + (source->first_row + r * source->row_step) * cols, (size_t)cols);
+               (const char *)source->data +
+                   (source->first_row + r * source->row_step) * epmoei_quant_stored_cols(source),
+               (size_t)cols);
     for (int64_t r = 0; r < source->rows; r += high)
         for (int64_t g = 0; g < groups; g++)
             put_scale(source, target, epmoei_quant_scale_at(source, source->first_row + r * source->row_step, g),
@@ -125,14 +127,16 @@ static void pack_mxfp4_row(const epmoei_quant_t *source, const epmoei_pack_targe
 {
     int64_t bytes = source->cols / 2, groups = source->cols / EPMOEI_MXFP4_GROUP, to = target_row(target, r);
     int64_t from = source->first_row + r * source->row_step;
-    memcpy((char *)target->data + to * bytes, (const char *)source->data + from * bytes, (size_t)bytes);
-    for (int64_t g = 0; g < groups; g++) put_scale(source, target, from * groups + g, to * groups + g);
+    memcpy((char *)target->data + to * bytes,
+           (const char *)source->data + from * (epmoei_quant_stored_cols(source) / 2), (size_t)bytes);
+    for (int64_t g = 0; g < groups; g++)
+        put_scale(source, target, epmoei_quant_scale_at(source, from, g), to * groups + g);
 }
 
 /* The codes of eight columns of the target, the first of them c. */
 static uint32_t pack_word(const epmoei_quant_t *source, const epmoei_pack_target_t *target, int64_t from, int64_t c)
 {
-    int64_t count = epmoei_min64(8, source->cols - c), words = epmoei_ceil_div(source->cols, 8);
+    int64_t count = epmoei_min64(8, source->cols - c), words = epmoei_ceil_div(epmoei_quant_stored_cols(source), 8);
     bool reordered = target->order && source->format != EPMOE_FORMAT_W4;
     uint32_t word = 0;
     if (!reordered && source->format != EPMOE_FORMAT_AWQ) {

@@ -178,11 +178,22 @@ static epmoe_status_t load_attention(epmoe_decoder_t *decoder, const epmoe_check
     return status;
 }
 
+/* Summands of a whole decoder layer would each hold its attention and residual. */
+static epmoe_status_t check_options(const epmoe_load_options_t *options)
+{
+    epmoe_load_options_t own = EPMOE_LOAD_OPTIONS_INIT;
+    if (options) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, options, "options"));
+    if (own.tp_size <= 1) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "options.tp_size is %d: of a decoder layer expected 0 or 1",
+                       own.tp_size);
+}
+
 epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                              int32_t layer_index, const epmoe_load_options_t *options)
 {
     if (!decoder) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "decoder is NULL");
-    epmoe_status_t status = load_attention(decoder, checkpoint, layer_index);
+    epmoe_status_t status = check_options(options);
+    if (status == EPMOE_OK) status = load_attention(decoder, checkpoint, layer_index);
     status = epmoe_comm_agree(decoder->comm, status);
     if (status == EPMOE_OK) status = epmoe_layer_load_checkpoint(decoder->mlp, checkpoint, layer_index, options);
     if (status != EPMOE_OK) epmoei_decoder_drop_weights(decoder);

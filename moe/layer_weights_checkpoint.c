@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "moe/checkpoint_internal.h"
+#include "moe/expert_slice.h"
 
 #include <stdio.h>
 
@@ -13,6 +14,7 @@ typedef struct loading_t {
     const epmoe_layer_t *layer;
     const epmoe_checkpoint_t *checkpoint;
     int32_t layer_index;
+    int32_t tp_rank, tp_size;
     double last_meeting; /* seconds */
     bool ended;          /* by a meeting that failed: the same on all ranks, which meet no more */
 } loading_t;
@@ -20,22 +22,27 @@ typedef struct loading_t {
 static epmoe_status_t loading_layer(const void *ctx, epmoei_layer_source_t *out)
 {
     const loading_t *loading = ctx;
-    return epmoei_checkpoint_layer_source(loading->checkpoint, loading->layer_index, out);
+    EPMOEI_CHECK(epmoei_checkpoint_layer_source(loading->checkpoint, loading->layer_index, out));
+    return epmoei_slice_expert(&out->shared, loading->tp_rank, loading->tp_size, "shared expert");
 }
 
 static epmoe_status_t loading_expert(const void *ctx, int32_t local_expert, epmoei_expert_source_t *out)
 {
     const loading_t *loading = ctx;
-    return epmoei_checkpoint_expert_source(loading->checkpoint, loading->layer_index,
-                                           epmoei_layer_expert(loading->layer, local_expert), out);
+    const int32_t expert = epmoei_layer_expert(loading->layer, local_expert);
+    char name[32];
+    snprintf(name, sizeof name, "expert %d", expert);
+    EPMOEI_CHECK(epmoei_checkpoint_expert_source(loading->checkpoint, loading->layer_index, expert, out));
+    return epmoei_slice_expert(out, loading->tp_rank, loading->tp_size, name);
 }
 
 /* Collective: the other ranks' failures, and whether all have loaded everything. */
 static epmoe_status_t meet(loading_t *loading, epmoe_status_t local, bool done, bool *all_done)
 {
     epmoe_comm_t *comm = loading->layer->comm;
-    const epmoei_agreed_t own = {NULL, done};
-    epmoe_status_t status = epmoei_comm_agree_on(comm, "load_checkpoint", local, &own, 1);
+    const epmoei_agreed_t own[] = {
+        {NULL, done}, {"options.tp_rank", loading->tp_rank}, {"options.tp_size", loading->tp_size}};
+    epmoe_status_t status = epmoei_comm_agree_on(comm, "load_checkpoint", local, own, 3);
     loading->last_meeting = epmoei_now_seconds();
     loading->ended = status != EPMOE_OK;
     *all_done = true;
@@ -96,8 +103,13 @@ static epmoe_status_t load_local(epmoe_layer_t *layer, loading_t *loading, const
     EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
     if (!loading->checkpoint) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "checkpoint is NULL");
     if (options) EPMOEI_CHECK(epmoei_copy_sized(&own, sizeof own, options, "options"));
+    loading->tp_rank = own.tp_rank;
+    loading->tp_size = own.tp_size ? own.tp_size : 1;
+    EPMOEI_CHECK(epmoei_check_slice(loading->tp_rank, loading->tp_size));
     EPMOEI_CHECK(epmoe_checkpoint_layer_config(loading->checkpoint, loading->layer_index, &raw));
     EPMOEI_CHECK(epmoei_layer_config_check(&raw, &file));
+    EPMOEI_CHECK(epmoei_slice_width("intermediate", loading->tp_size, &file.intermediate));
+    EPMOEI_CHECK(epmoei_slice_width("shared_intermediate", loading->tp_size, &file.shared_intermediate));
     EPMOEI_CHECK(check_config(&layer->config, &file));
     char place[512];
     snprintf(place, sizeof place, "%.400s: layer %d", loading->checkpoint->dir, loading->layer_index);
@@ -109,7 +121,8 @@ epmoe_status_t epmoe_layer_load_checkpoint(epmoe_layer_t *layer, const epmoe_che
                                            int32_t layer_index, const epmoe_load_options_t *options)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
-    loading_t loading = {layer, checkpoint, layer_index, epmoei_now_seconds(), false};
+    loading_t loading = {
+        .layer = layer, .checkpoint = checkpoint, .layer_index = layer_index, .last_meeting = epmoei_now_seconds()};
     epmoe_status_t status = load_local(layer, &loading, options);
     for (bool all_done = false; !all_done && !loading.ended;) status = meet(&loading, status, true, &all_done);
     if (status != EPMOE_OK) epmoei_layer_drop_weights(layer);

@@ -1375,6 +1375,16 @@ typedef struct epmoe_load_options_t {
     /* Called after every expert with bytes done and to do; a non-zero return cancels (BAD_STATE). May be NULL. */
     int32_t (*progress)(void *ctx, int64_t done_bytes, int64_t total_bytes);
     void *progress_ctx;
+    /* Tensor parallelism beside the layer's expert parallelism: this layer takes part tp_rank of tp_size equal parts of
+     * the intermediate width of every expert and of the shared expert: of gate's rows, of up's rows (each of them by
+     * itself, however the two are stored together) and of down's columns. Its config's intermediate and
+     * shared_intermediate are those of the checkpoint divided by tp_size. The caller adds the y of the tp_size layers;
+     * what must be in that sum once, the residual, only one of them gets, and of the down biases rank 0 alone has them.
+     * tp_size 0 = 1: everything. The same on all ranks of the layer's communicator. A width that tp_size does not
+     * divide, or tp_rank outside 0..tp_size-1: INVALID_ARGUMENT; groups of scales of a quantised down that a part would
+     * cut: NOT_SUPPORTED. */
+    int32_t tp_rank;
+    int32_t tp_size;
 } epmoe_load_options_t;
 #define EPMOE_LOAD_OPTIONS_INIT EPMOE_STRUCT_INIT(epmoe_load_options_t)
 /* Loads layer `layer_index` of a checkpoint: this rank's experts, the router and the shared expert; nothing else is
@@ -1518,7 +1528,7 @@ EPMOE_API void epmoe_decoder_destroy(epmoe_decoder_t *decoder); /* local; NULL i
 
 /* Loads layer `layer_index` of a checkpoint: norms, attention, and the MLP as epmoe_layer_load_checkpoint does, with
  * its rules; the norms and attention count as one step, and not in progress. MISMATCH when a config is not the
- * checkpoint's. */
+ * checkpoint's. NOT_SUPPORTED for options.tp_size above 1: attention is not split. */
 EPMOE_API epmoe_status_t epmoe_decoder_load_checkpoint(epmoe_decoder_t *decoder, const epmoe_checkpoint_t *checkpoint,
                                                        int32_t layer_index, const epmoe_load_options_t *options);
 

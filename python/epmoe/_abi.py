@@ -770,6 +770,8 @@ class epmoe_load_options_t(Structure):
         ("struct_size", c_size_t),
         ("progress", CFUNCTYPE(c_int32, c_void_p, c_int64, c_int64)),
         ("progress_ctx", c_void_p),
+        ("tp_rank", c_int32),
+        ("tp_size", c_int32),
     ]
 
 
