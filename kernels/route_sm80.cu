@@ -1,5 +1,6 @@
 /* Routing in two or three launches: the router's product in parts (router_gemm_sm80.cu); the choice, which adds a row's
- * parts while it loads the row (topk_cuda.cuh); and the slots' order by expert.
+ * parts while it loads the row (topk_cuda.cuh); and the slots' order by expert. SPARSE_MIXER has one more behind the
+ * choice.
  *
  * The order: a token takes an expert once at most, so that a bit per token and expert says everything. Bits are set in
  * shared memory in any order; a slot's rank within its expert is the number of set bits before its own, and the slots
@@ -13,6 +14,7 @@
 #include "kernels/route.h"
 #include "kernels/router_gemm.h"
 #include "kernels/topk_cuda.cuh"
+#include "kernels/topk_mixer_cuda.cuh"
 
 /* The most threads of a block that chooses and orders: a warp per row, a thread per expert. Beyond 256 experts a thread
  * needs more registers. */
@@ -373,6 +375,21 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
     weigh<32>(p.topk, row, true, thread, softmax, ids, chosen);
 }
 
+/* The weights of SPARSE_MIXER: a warp per row, which adds its parts again. */
+static __global__ void __launch_bounds__(kMixerThreads) route_mixer_kernel(const route_params_t p)
+{
+    __shared__ mixer_terms_t terms[kMixerThreads / 32];
+    const int64_t row = ((int64_t)blockIdx.x * kMixerThreads + threadIdx.x) / 32;
+    epmoei_begin_dependent();
+    if (row >= route_tokens(p)) return;
+    mix_row(p.topk, row, &terms[threadIdx.x / 32], [&](int32_t e) {
+        if (p.topk.logits) return tame(((const float *)p.topk.logits)[row * p.topk.num_experts + e]);
+        float logit[1];
+        add_parts(p, row, e, 1, logit);
+        return tame(logit[0]);
+    });
+}
+
 /* -------------------------------------------------------------------------------------------------------- launch */
 
 /* Floats of shared memory that the steps of a row share beyond one per expert; 0 = they need none of both. */
@@ -432,6 +449,13 @@ static epmoe_status_t launch_choice(const route_params_t &p, epmoe_stream_t stre
     return launch_blocks(p, stream);
 }
 
+static epmoe_status_t launch_mixer(const route_params_t &p, epmoe_stream_t stream)
+{
+    const unsigned blocks = (unsigned)epmoei_ceil_div(p.topk.num_tokens, kMixerThreads / 32);
+    cudaError_t error = epmoei_launch_dependent(route_mixer_kernel, blocks, kMixerThreads, 0, stream, p);
+    return epmoei_cuda_status((int32_t)error, "the weights of the chosen experts");
+}
+
 static epmoe_status_t launch_place(const route_params_t &p, epmoe_stream_t stream)
 {
     size_t shared_bytes = (size_t)place_shared_bytes(p.groups, p.topk.num_experts);
@@ -470,6 +494,7 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
     const int32_t chunk = epmoei_route_chunk(num_tokens, num_experts, args->hidden);
     route_params_t all = {};
     all.topk = args->topk;
+    all.topk.scoring = choice_scoring(args->topk.scoring);
     all.partials = (const float *)((const char *)args->workspace + epmoei_route_counts_bytes(num_experts));
     all.parts = epmoei_router_parts(args->hidden, num_experts);
     all.bias = args->bias;
@@ -505,6 +530,7 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
         gemm.num_zeros = gemm.zeros ? all.groups.count * all.groups.stride : 0;
         EPMOEI_CHECK(epmoei_router_gemm_sm80(&gemm, stream));
         EPMOEI_CHECK(launch_choice(p, stream));
+        if (args->topk.scoring == EPMOE_SCORING_SPARSE_MIXER) EPMOEI_CHECK(launch_mixer(p, stream));
     }
     return all.counts ? launch_place(all, stream) : EPMOE_OK;
 }

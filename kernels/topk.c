@@ -64,12 +64,6 @@ epmoe_status_t epmoe_topk(const epmoe_topk_args_t *args, epmoe_stream_t stream)
     const epmoei_kernel_table_t *table;
     EPMOEI_CHECK(epmoei_topk_check(args, &checked));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &table));
-    if (checked.scoring == EPMOE_SCORING_SPARSE_MIXER) {
-        epmoe_backend_t backend;
-        EPMOEI_CHECK(epmoe_backend_resolve(checked.backend, &backend));
-        if (backend == EPMOE_BACKEND_CUDA)
-            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "scoring is SPARSE_MIXER: on CUDA it has no kernel");
-    }
     if (checked.num_tokens == 0) return EPMOE_OK;
     if (!table->topk) return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "epmoe_topk has no kernel on this backend");
     return table->topk(&checked, stream);

@@ -1,6 +1,7 @@
-/* Router top-k, one launch; the steps of a row stand in topk_cuda.cuh. */
+/* Router top-k, one launch (SPARSE_MIXER: two); the steps of a row stand in topk_cuda.cuh. */
 #include "kernels/launch_cuda.cuh"
 #include "kernels/topk_cuda.cuh"
+#include "kernels/topk_mixer_cuda.cuh"
 
 static const int kRowThreads = 128; /* of a block of rows up to 512 experts */
 
@@ -53,6 +54,17 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) topk_block_kernel(epmoe
     weigh<32>(args, row, true, thread, softmax, ids, chosen);
 }
 
+/* A warp per row. */
+static __global__ void __launch_bounds__(kMixerThreads) topk_mixer_kernel(epmoe_topk_args_t args)
+{
+    __shared__ mixer_terms_t terms[kMixerThreads / 32];
+    const int64_t row = ((int64_t)blockIdx.x * kMixerThreads + threadIdx.x) / 32;
+    epmoei_begin_dependent();
+    if (row >= epmoei_device_tokens(args.num_tokens_dev, args.num_tokens)) return;
+    mix_row(args, row, &terms[threadIdx.x / 32],
+            [&](int32_t e) { return load_logit(args, row * args.logits_stride + e); });
+}
+
 /* ------------------------------------------------------------------------------------------------------- launch */
 
 template <int kLanes, int kValues>
@@ -66,6 +78,24 @@ static cudaError_t launch_rows(const epmoe_topk_args_t *args, int32_t tail_float
                                    team_floats);
 }
 
+static cudaError_t launch_choice(const epmoe_topk_args_t *args, epmoe_stream_t stream)
+{
+    bool grouped = args->topk_group < args->n_group;
+    bool softmax = args->scoring == EPMOE_SCORING_SOFTMAX;
+    int32_t groups = grouped ? (int32_t)epmoei_round_up(args->n_group, 4) : 0;
+    int32_t sums = softmax ? kSumLanes : 0;
+    int32_t tail_floats = groups > sums ? groups : sums;
+    if (args->num_experts <= 8) return launch_rows<1, 8>(args, groups, stream);
+    if (args->num_experts <= 32) return launch_rows<4, 8>(args, groups, stream);
+    if (args->num_experts <= 64) return launch_rows<32, 2>(args, tail_floats, stream);
+    if (args->num_experts <= 128) return launch_rows<32, 4>(args, tail_floats, stream);
+    if (args->num_experts <= 256) return launch_rows<32, 8>(args, tail_floats, stream);
+    if (args->num_experts <= 512) return launch_rows<32, 16>(args, tail_floats, stream);
+    unsigned threads = (unsigned)(32 * epmoei_ceil_div(args->num_experts, 32 * kBlockValues));
+    size_t shared_bytes = (threads * kBlockValues + (size_t)tail_floats) * sizeof(float);
+    return epmoei_launch_dependent(topk_block_kernel, (unsigned)args->num_tokens, threads, shared_bytes, stream, *args);
+}
+
 extern "C" epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_stream_t stream)
 {
     EPMOEI_CHECK_ALIGNED(args->logits, 16);
@@ -73,29 +103,11 @@ extern "C" epmoe_status_t epmoei_topk_sm80(const epmoe_topk_args_t *args, epmoe_
     EPMOEI_CHECK_ALIGNED(args->ids, 4);
     EPMOEI_CHECK_ALIGNED(args->weights, 4);
     EPMOEI_CHECK_ALIGNED(args->num_tokens_dev, 4);
-    bool grouped = args->topk_group < args->n_group;
-    bool softmax = args->scoring == EPMOE_SCORING_SOFTMAX;
-    int32_t groups = grouped ? (int32_t)epmoei_round_up(args->n_group, 4) : 0;
-    int32_t sums = softmax ? kSumLanes : 0;
-    int32_t tail_floats = groups > sums ? groups : sums;
-    cudaError_t error;
-    if (args->num_experts <= 8)
-        error = launch_rows<1, 8>(args, groups, stream);
-    else if (args->num_experts <= 32)
-        error = launch_rows<4, 8>(args, groups, stream);
-    else if (args->num_experts <= 64)
-        error = launch_rows<32, 2>(args, tail_floats, stream);
-    else if (args->num_experts <= 128)
-        error = launch_rows<32, 4>(args, tail_floats, stream);
-    else if (args->num_experts <= 256)
-        error = launch_rows<32, 8>(args, tail_floats, stream);
-    else if (args->num_experts <= 512)
-        error = launch_rows<32, 16>(args, tail_floats, stream);
-    else {
-        unsigned threads = (unsigned)(32 * epmoei_ceil_div(args->num_experts, 32 * kBlockValues));
-        size_t shared_bytes = (threads * kBlockValues + (size_t)tail_floats) * sizeof(float);
-        error = epmoei_launch_dependent(topk_block_kernel, (unsigned)args->num_tokens, threads, shared_bytes, stream,
-                                        *args);
-    }
-    return epmoei_cuda_status((int32_t)error, "epmoe_topk");
+    epmoe_topk_args_t choice = *args;
+    choice.scoring = choice_scoring(args->scoring);
+    EPMOEI_CHECK(epmoei_cuda_status((int32_t)launch_choice(&choice, stream), "epmoe_topk"));
+    if (args->scoring != EPMOE_SCORING_SPARSE_MIXER) return EPMOE_OK;
+    const unsigned blocks = (unsigned)epmoei_ceil_div(args->num_tokens, kMixerThreads / 32);
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(topk_mixer_kernel, blocks, kMixerThreads, 0, stream, *args), "epmoe_topk");
 }

@@ -134,8 +134,6 @@ static epmoe_status_t check_cuda(const epmoe_layer_config_t *config)
         if (multiples[i].value % 8)
             return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.%s is %d: on CUDA it must be a multiple of 8",
                                multiples[i].name, multiples[i].value);
-    if (config->num_experts && config->scoring == EPMOE_SCORING_SPARSE_MIXER)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.scoring is SPARSE_MIXER: on CUDA it has no kernel");
     if (config->dtype == EPMOE_F32 || config->weight_format == EPMOE_FORMAT_F32)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "config.dtype is %s and weight_format %s: on CUDA bf16 or fp16",
                            epmoe_dtype_string(config->dtype), epmoe_format_string(config->weight_format));

@@ -55,6 +55,25 @@ Test(gpu_layer, every_scoring_with_groups_and_biases)
     }
 }
 
+/* Given logits: of a product's last bits could depend what is close to a choice. */
+Test(gpu_layer, sparse_mixer)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    for (int i = 0; i < 8; i++) {
+        testing_rng_t rng = testing_rng(testing_seed() + (uint64_t)i);
+        epmoe_layer_config_t config = base_config(64, 32, i / 4 ? 16 : 40, i / 4 ? 2 : 7, 80);
+        config.scoring = EPMOE_SCORING_SPARSE_MIXER;
+        config.router_jitter = i / 2 % 2 ? 0.3f : 0.01f;
+        config.renormalize = i % 2;
+        config.dtype = types[i % 2];
+        const gpu_forward_t forwards[] = {
+            {.num_tokens = 1, .tokens = 1, .forced_logits = true},
+            {.num_tokens = 17, .tokens = 17, .forced_logits = true},
+            {.num_tokens = 80, .tokens = 61, .forced_logits = true, .by_num_tokens_dev = true}};
+        check_forwards(&config, &rng, forwards, 3);
+    }
+}
+
 Test(gpu_layer, every_activation_with_biases_and_weight_on_input)
 {
     GPU_TEST_NEEDS_DEVICE();

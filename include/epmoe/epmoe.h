@@ -150,7 +150,7 @@ typedef enum epmoe_scoring_t {
     EPMOE_SCORING_SQRT_SOFTPLUS = 2,
     EPMOE_SCORING_TOPK_SOFTMAX = 3, /* choose by logit, then softmax over the k chosen */
     EPMOE_SCORING_SPARSE_MIXER = 4, /* choose by logit; the weight of each choice is its softmax among the experts close
-                                       to it that were not chosen before it (Liu et al. 2023); CPU only */
+                                       to it that were not chosen before it (Liu et al. 2023) */
 } epmoe_scoring_t;
 
 typedef enum epmoe_group_score_t {
@@ -257,7 +257,7 @@ typedef struct epmoe_weight_t {
  *     stay, and ids come from these only.
  * Errors: INVALID_ARGUMENT for E outside 1..4096, k outside 1..min(E,32), E not divisible by n_group, topk_group
  * outside 1..n_group, k > topk_group * E / n_group, a NULL pointer with T > 0, an unknown enum, jitter outside [0,1),
- * SPARSE_MIXER with groups or a selection bias. NOT_SUPPORTED for SPARSE_MIXER on CUDA.
+ * SPARSE_MIXER with groups or a selection bias.
  * Floor: bytes = T*(E*b + 8*k), b = bytes per logit. */
 typedef struct epmoe_topk_args_t {
     size_t struct_size;

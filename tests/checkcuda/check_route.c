@@ -136,7 +136,7 @@ static void fill_inputs(testing_rng_t *rng, check_case_t *c, const shape_t *s)
 
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *s)
 {
-    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt_softplus", "topk_softmax"};
+    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt_softplus", "topk_softmax", "sparse_mixer"};
     check_case(c, &op,
                "T %d E %d k %d d %d %s %s groups %d/%d bias %d %d forced %d logits %d align %d fill %d counted %d",
                s->tokens, s->experts, s->top_k, s->hidden, epmoe_dtype_string(s->dtype), scorings[s->scoring], s->kept,
@@ -153,6 +153,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *s)
     args.topk.renormalize = s->top_k % 2;
     args.topk.n_group = s->groups;
     args.topk.topk_group = s->kept;
+    args.topk.jitter = s->scoring == EPMOE_SCORING_SPARSE_MIXER ? 0.3f : 0.0f;
     args.workspace_bytes = epmoei_route_workspace(s->tokens, s->experts, s->hidden);
     memcpy(c->args, &args, sizeof args);
 
@@ -360,6 +361,36 @@ static void check_rules(testing_rng_t *rng)
     check_end();
 }
 
+/* SparseMixer's weights are made by one more kernel, from the same logits; also of chunks, and in front of the order.
+ */
+static void check_mixer(testing_rng_t *rng)
+{
+    static const struct {
+        int32_t tokens, experts, top_k;
+    } sizes[] = {{1, 16, 2},   {7, 16, 2},   {16, 32, 32}, {33, 60, 4},
+                 {257, 16, 2}, {64, 256, 8}, {9, 600, 32}, {5000, 16, 2}};
+    check_begin("route", "SparseMixer");
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int32_t variant = 0; variant < 8; variant++) {
+            shape_t shape = {.tokens = sizes[i].tokens,
+                             .experts = sizes[i].experts,
+                             .top_k = sizes[i].top_k,
+                             .hidden = 72,
+                             .dtype = dtypes[variant % 2],
+                             .scoring = EPMOE_SCORING_SPARSE_MIXER,
+                             .bias = variant / 4 % 2,
+                             .forced = variant / 2 % 2,
+                             .logits = variant % 3 == 0,
+                             .align = variant != 5,
+                             .fill = variant == 2   ? FILL_EDGES
+                                     : variant == 7 ? FILL_ONE
+                                                    : FILL_EXACT,
+                             .counted = variant % 2};
+            if (!check_skips((int64_t)shape.tokens * shape.experts)) run_one(rng, &shape);
+        }
+    check_end();
+}
+
 typedef struct refill_t {
     testing_rng_t *rng;
     const shape_t *shape;
@@ -380,6 +411,8 @@ static void check_calls(testing_rng_t *rng)
         {.tokens = 1100, .experts = 256, .top_k = 8, .hidden = 72, .align = true},
         {.tokens = 90, .experts = 700, .top_k = 8, .hidden = 72, .logits = true, .bias = true, .selection_bias = true},
         {.tokens = 3000, .experts = 4096, .top_k = 2, .hidden = 8, .logits = true}, /* two chunks */
+        {.tokens = 3000, .experts = 4096, .top_k = 2, .hidden = 8, .scoring = EPMOE_SCORING_SPARSE_MIXER},
+        {.tokens = 40, .experts = 16, .top_k = 2, .hidden = 72, .scoring = EPMOE_SCORING_SPARSE_MIXER, .align = true},
     };
     check_begin("route", "device token count, graphs, alignment, chunks");
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -406,5 +439,6 @@ void check_route(testing_rng_t *rng)
     check_batch_invariance(rng);
     check_sizes(rng);
     check_rules(rng);
+    check_mixer(rng);
     check_calls(rng);
 }

@@ -81,7 +81,7 @@ static bool compare_softplus(check_case_t *c, const check_field_t *field)
 /* `kind` holds the scalars; stride 0 is dense. */
 static void make(check_case_t *c, testing_rng_t *rng, epmoe_topk_args_t kind, bool bias, fill_t fill)
 {
-    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt_softplus", "topk_softmax"};
+    static const char *const scorings[] = {"softmax", "sigmoid", "sqrt_softplus", "topk_softmax", "sparse_mixer"};
     int64_t stride = kind.logits_stride ? kind.logits_stride : kind.num_experts;
     check_case(c, &op, "T %d E %d k %d %s %s stride %lld bias %d renorm %d groups %d/%d by %d fill %d", kind.num_tokens,
                kind.num_experts, kind.top_k, epmoe_dtype_string(kind.logits_dtype), scorings[kind.scoring],
@@ -98,6 +98,7 @@ static void make(check_case_t *c, testing_rng_t *rng, epmoe_topk_args_t kind, bo
     CHECK_ADD(c, epmoe_topk_args_t, ids, CHECK_OUT, EPMOE_I32, kind.num_tokens, kind.top_k, 4);
     CHECK_ADD(c, epmoe_topk_args_t, weights, CHECK_OUT, EPMOE_F32, kind.num_tokens, kind.top_k, 4);
     if (kind.scoring == EPMOE_SCORING_SQRT_SOFTPLUS) c->compare = compare_softplus;
+    if (kind.scoring == EPMOE_SCORING_SPARSE_MIXER) c->compare = check_compare_bits;
 }
 
 static void run_one(testing_rng_t *rng, epmoe_topk_args_t kind, bool bias, fill_t fill)
@@ -200,6 +201,32 @@ static void check_models(testing_rng_t *rng)
     check_end();
 }
 
+/* The weights have a kernel of their own. Ties lie at jitters that make equals, neighbours or all of a row close. */
+static void check_mixer(testing_rng_t *rng)
+{
+    static const struct {
+        int32_t tokens, experts, top_k;
+    } sizes[] = {{1, 1, 1},     {5, 2, 2},     {67, 16, 2},   {4096, 16, 2}, {3, 31, 31},   {66, 32, 32},
+                 {65, 33, 4},   {40, 60, 32},  {130, 128, 8}, {257, 256, 8}, {33, 500, 32}, {129, 512, 6},
+                 {17, 513, 32}, {9, 4096, 32}, {0, 16, 2},    {63, 1025, 1}};
+    static const float jitters[] = {0.0f, 0.1f, 0.5f, 0.9f};
+    check_begin("topk", "SparseMixer");
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int32_t fill = FILL_NORMAL; fill <= FILL_EDGES; fill++)
+            for (size_t j = 0; j < sizeof jitters / sizeof *jitters; j++) {
+                if (check_skips((int64_t)sizes[i].tokens * sizes[i].experts)) continue;
+                epmoe_topk_args_t kind = kind_of(sizes[i].tokens, sizes[i].experts, sizes[i].top_k);
+                kind.scoring = EPMOE_SCORING_SPARSE_MIXER;
+                kind.jitter = jitters[j];
+                kind.renormalize = (int32_t)(i + j) % 2;
+                kind.scale = j % 2 ? 2.5f : 0.0f;
+                kind.logits_dtype = dtypes[(i + j + (size_t)fill) % 3];
+                if (i % 4 == 3) kind.logits_stride = kind.num_experts + 3;
+                run_one(rng, kind, false, (fill_t)fill);
+            }
+    check_end();
+}
+
 static void refill(check_case_t *c, int32_t round, void *ctx)
 {
     fill_logits(ctx, check_find(c, "logits"), FILL_NORMAL);
@@ -210,9 +237,11 @@ static void check_calls(testing_rng_t *rng)
 {
     check_begin("topk", "device token count, graphs, alignment");
     const int32_t counts[] = {8, 60, 256, 1025};
-    for (size_t e = 0; e < 4; e++) {
+    for (size_t e = 0; e < 5; e++) {
         check_case_t c;
-        make(&c, rng, kind_of(60, counts[e], 4), false, FILL_NORMAL);
+        epmoe_topk_args_t kind = kind_of(60, counts[e % 4], 4);
+        if (e == 4) kind.scoring = EPMOE_SCORING_SPARSE_MIXER;
+        make(&c, rng, kind, false, FILL_NORMAL);
         int32_t *actual = CHECK_ADD(&c, epmoe_topk_args_t, num_tokens_dev, CHECK_IN, EPMOE_I32, 1, 1, 4);
         *actual = 17;
         check_run(&c);
@@ -228,5 +257,6 @@ void check_topk(testing_rng_t *rng)
     check_shapes(rng);
     check_rules(rng);
     check_models(rng);
+    check_mixer(rng);
     check_calls(rng);
 }
