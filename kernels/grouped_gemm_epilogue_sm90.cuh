@@ -10,6 +10,7 @@
 #define EPMOEI_GROUPED_GEMM_EPILOGUE_SM90_CUH
 
 #include "kernels/grouped_gemm_cuda.cuh"
+#include "kernels/parts_cuda.cuh"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -102,15 +103,9 @@ __device__ __forceinline__ void warpgroup_barrier(int32_t group)
     }
 }
 
-__device__ __forceinline__ uint32_t pack_pair(float a, float b, __nv_bfloat16)
+template <typename T> __device__ __forceinline__ uint32_t pack_pair(float a, float b, T)
 {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *(uint32_t *)&pair;
-}
-__device__ __forceinline__ uint32_t pack_pair(float a, float b, __half)
-{
-    __half2 pair = __floats2half2_rn(a, b);
-    return *(uint32_t *)&pair;
+    return epmoei_pack_pair(a, b, T());
 }
 
 /* Tokens of a part: their outputs are 64 bytes each when gated, else 128. */

@@ -69,31 +69,10 @@ __device__ __forceinline__ void order_experts(const gemm_params_t &p, int32_t ma
     __syncthreads();
 }
 
-/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
- * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
 __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const int32_t *cumulative, const int16_t *order,
                                             int64_t index, int32_t clusters)
 {
-    int32_t lo = 0, hi = p.num_experts;
-    while (hi - lo > 1) {
-        int32_t mid = (lo + hi) / 2;
-        if ((int64_t)cumulative[mid] * clusters <= index)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    int32_t row_tiles = cumulative[lo + 1] - cumulative[lo];
-    int32_t local = (int32_t)(index - (int64_t)cumulative[lo] * clusters);
-    tile_t tile;
-    tile.expert = order ? order[lo] : lo;
-    int32_t first = gemm_expert_offset(p, tile.expert), rows = gemm_expert_offset(p, tile.expert + 1) - first;
-    int32_t each = tile_width(rows, row_tiles);
-    tile.row = first + local % row_tiles * each;
-    tile.rows = max(0, min(each, first + rows - tile.row));
-    tile.widest = each;
-    tile.width = round_width(tile.rows);
-    tile.cluster = local / row_tiles;
-    return tile;
+    return find_even_tile(p, cumulative, order, index, clusters, round_width);
 }
 
 /* What every role needs. */

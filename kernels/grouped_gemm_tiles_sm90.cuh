@@ -28,7 +28,7 @@ struct tile_t {
     int32_t rows;    /* 0 = nothing to do */
     int32_t width;   /* rows rounded up to a width that is compiled */
     int32_t cluster; /* which of the clusters over the weight rows */
-    int32_t widest;  /* of the expert's tiles, of kernels that order experts by it */
+    int32_t widest;  /* of the expert's tiles, where rows are cut evenly */
 };
 
 /* What the scout hands to the consumers; the arrays of max_n follow. */
@@ -47,6 +47,46 @@ template <int kMostStages, int kNotes> struct pipeline_barriers_t {
     staging_barriers_t staging[2]; /* of kernels with storers */
     int32_t warp_sums[kThreads / 32];
 };
+
+/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights; its
+ * rows are cut evenly into as few as hold them, round_width(rows) wide. A tile here is `clusters` clusters' worth of
+ * weight rows; block 0 of the cluster has the first ones. order: the expert at a place of `cumulative`; NULL = that
+ * place. */
+template <typename Round>
+__device__ __forceinline__ tile_t find_even_tile(const gemm_params_t &p, const int32_t *cumulative,
+                                                 const int16_t *order, int64_t index, int32_t clusters,
+                                                 Round round_width)
+{
+    const int32_t place = gemm_find_expert(p, cumulative, index, clusters);
+    int32_t row_tiles = cumulative[place + 1] - cumulative[place];
+    int32_t local = (int32_t)(index - (int64_t)cumulative[place] * clusters);
+    tile_t tile;
+    tile.expert = order ? order[place] : place;
+    int32_t first = gemm_expert_offset(p, tile.expert), rows = gemm_expert_offset(p, tile.expert + 1) - first;
+    int32_t each = round_width((rows + row_tiles - 1) / row_tiles);
+    tile.row = first + local % row_tiles * each;
+    tile.rows = max(0, min(each, first + rows - tile.row));
+    tile.widest = each;
+    tile.width = round_width(tile.rows);
+    tile.cluster = local / row_tiles;
+    return tile;
+}
+
+/* What a scout's warp notes of the tokens of a tile, in notes `stage`: where their outputs go, and what weighs them
+ * before and after the activation. */
+template <typename Block>
+__device__ __forceinline__ void note_tokens(const gemm_params_t &p, const Block &b, int32_t stage, const tile_t &tile,
+                                            int lane)
+{
+    for (int i = lane; i < tile.width; i += 32) {
+        int32_t row = tile.row + i, slot = -1;
+        if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
+        if (slot >= p.num_slots) slot = -1;
+        b.rows_of(stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
+        const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
+        b.scales_of(stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
+    }
+}
 
 /* The descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, groups of 8 rows 1024 bytes apart.
  * The lower half for an address in shared memory, which is below 2^18; 16 bytes further is 1 more. */

@@ -138,30 +138,10 @@ struct block_t {
     }
 };
 
-/* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. A tile
- * here is `clusters` clusters' worth of weight rows; block 0 of the cluster has the first ones. */
 template <typename Cut>
 __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const block_t &b, int64_t index)
 {
-    int32_t lo = 0, hi = p.num_experts;
-    while (hi - lo > 1) {
-        int32_t mid = (lo + hi) / 2;
-        if ((int64_t)b.cumulative[mid] * b.clusters <= index)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    int32_t row_tiles = b.cumulative[lo + 1] - b.cumulative[lo];
-    int32_t local = (int32_t)(index - (int64_t)b.cumulative[lo] * b.clusters);
-    int32_t first = gemm_expert_offset(p, lo), rows = gemm_expert_offset(p, lo + 1) - first;
-    int32_t each = round_width<Cut>((rows + row_tiles - 1) / row_tiles);
-    tile_t tile;
-    tile.expert = lo;
-    tile.row = first + local % row_tiles * each;
-    tile.rows = max(0, min(each, first + rows - tile.row));
-    tile.width = round_width<Cut>(tile.rows);
-    tile.cluster = local / row_tiles;
-    return tile;
+    return find_even_tile(p, b.cumulative, nullptr, index, b.clusters, round_width<Cut>);
 }
 
 /* The stages of this block's tiles in order, and what their copies need. kLong: groups are of whole blocks. */

@@ -98,14 +98,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const weights_t &w
             if (tile.rows == 0) continue;
         }
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        for (int i = lane; i < tile.width; i += 32) {
-            int32_t row = tile.row + i, slot = -1;
-            if (i < tile.rows) slot = p.row_index ? p.row_index[row] : row;
-            if (slot >= p.num_slots) slot = -1;
-            b.rows_of(ring.stage)[i] = slot < 0 ? -1 : p.y_sorted ? row : slot;
-            const float weight = p.row_weights && slot >= 0 ? p.row_weights[slot] : 1.0f;
-            b.scales_of(ring.stage)[i] = p.weight_on_input ? make_float2(weight, 1.0f) : make_float2(1.0f, weight);
-        }
+        note_tokens(p, b, ring.stage, tile, lane);
         const bool large = kKind == MXFP4 && tile.width && has_large_scale<Cut>(w, b, tile);
         if (lane == 0) b.notes_of(ring.stage)->tile = tile, b.notes_of(ring.stage)->large = large;
         ptx_mbarrier_arrive(full + 8 * ring.stage);

@@ -11,6 +11,7 @@
 #include "kernels/grouped_gemm_cuda.cuh"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
+#include "kernels/parts_cuda.cuh"
 #include "kernels/ptx.cuh"
 
 namespace
@@ -258,12 +259,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4])
 
 __device__ __forceinline__ uint32_t pack(epmoe_dtype_t dtype, float low, float high)
 {
-    if (dtype == EPMOE_BF16) {
-        const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-        return *(const uint32_t *)&two;
-    }
-    const __half2 two = __floats2half2_rn(low, high);
-    return *(const uint32_t *)&two;
+    return dtype == EPMOE_BF16 ? epmoei_pack_pair(low, high, __nv_bfloat16()) : epmoei_pack_pair(low, high, __half());
 }
 
 /* This thread's columns of one row: 8*j + 2*(lane%4) and the one after it, j = 0..7, from `col` on. */
