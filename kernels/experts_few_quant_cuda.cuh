@@ -3,14 +3,13 @@
 #ifndef EPMOEI_EXPERTS_FEW_QUANT_CUDA_CUH
 #define EPMOEI_EXPERTS_FEW_QUANT_CUDA_CUH
 
-#include "kernels/experts_few.h"
+#include "kernels/experts_few_cuda.cuh"
 #include "kernels/grouped_gemm_quant_cuda.cuh"
 #include "kernels/launch_cuda.cuh"
 
 namespace
 {
 
-constexpr uint32_t kAll = 0xFFFFFFFFu;
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kMembers = 2; /* vectors that a warp multiplies with */
 constexpr int kParts = 2;   /* gate_up: of 16 device rows */

@@ -104,46 +104,6 @@ struct down_shared_t {
     int32_t num_groups[kMaxSlots / 32];
 };
 
-/* A thread for each slot. */
-__device__ __forceinline__ void group_slots(const few_params_t &p, down_shared_t &shared, int32_t num_slots)
-{
-    const epmoe_experts_args_t &args = p.args;
-    const int32_t slot = threadIdx.x, lane = slot % 32;
-    if (slot - lane >= kMaxSlots) return;
-    int32_t id = slot < num_slots ? args.ids[slot] : -1;
-    if (id >= args.num_experts) id = -1;
-    const bool used = id >= 0;
-    shared.used[slot] = used;
-    shared.experts[slot] = id;
-    shared.weights[slot] = used && !args.weight_on_input ? args.weights[slot] : 1.0f;
-    const uint32_t before = (1u << lane) - 1, members = __match_any_sync(kAll, id);
-    const bool leads = used && !(members & before);
-    const uint32_t leaders = __ballot_sync(kAll, leads);
-    if (leads) {
-        const int32_t group = slot - lane + __popc(leaders & before);
-        shared.group_experts[group] = id;
-        shared.group_members[group] = members;
-    }
-    if (lane == 0) shared.num_groups[slot / 32] = __popc(leaders);
-}
-
-__device__ __forceinline__ float load_as(const void *data, epmoe_dtype_t dtype, int64_t i)
-{
-    if (dtype == EPMOE_BF16) return epmoei_to_float(((const __nv_bfloat16 *)data)[i]);
-    if (dtype == EPMOE_F16) return epmoei_to_float(((const __half *)data)[i]);
-    return ((const float *)data)[i];
-}
-
-__device__ __forceinline__ void store_as(void *data, epmoe_dtype_t dtype, int64_t i, float value)
-{
-    if (dtype == EPMOE_BF16)
-        ((__nv_bfloat16 *)data)[i] = epmoei_from_float<__nv_bfloat16>(value);
-    else if (dtype == EPMOE_F16)
-        ((__half *)data)[i] = epmoei_from_float<__half>(value);
-    else
-        ((float *)data)[i] = value;
-}
-
 template <typename T, epmoe_format_t kFormat, int kGroups>
 __global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm) down_kernel(const few_params_t p)
 {
@@ -152,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm
     const epmoe_experts_args_t &args = p.args;
     const int32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int32_t num_tokens = epmoei_device_tokens(args.num_tokens_dev, args.num_tokens);
-    group_slots(p, shared, num_tokens * args.top_k);
+    group_slots<kMaxSlots, true>(args, shared, num_tokens * args.top_k);
     __syncthreads();
 
     const int32_t stages = stages_with(args.intermediate, 0);

@@ -48,6 +48,21 @@ __device__ __forceinline__ uint32_t epmoei_e4m3x2_to_f16x2(uint32_t codes)
 #endif
 }
 
+/* The largest value of a block's threads, for each of them; may be called again at once. */
+template <int kThreads> __device__ __forceinline__ float epmoei_block_max(float value)
+{
+    __shared__ float warp_max[kThreads / 32];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, step));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = warp_max[0];
+#pragma unroll
+    for (int i = 1; i < kThreads / 32; i++) value = fmaxf(value, warp_max[i]);
+    return value;
+}
+
 /* One code at any address, or 4 or 8 at an address aligned to as many bytes. */
 template <int kCount> __device__ __forceinline__ void epmoei_store_e4m3(uint8_t *codes, const float (&values)[kCount])
 {

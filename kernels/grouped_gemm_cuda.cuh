@@ -160,6 +160,22 @@ __device__ __forceinline__ gemm_tile_t gemm_find_tile(const gemm_params_t &p, co
     return t;
 }
 
+/* Of each row of a tile: its slot, -1 = none, and the row of x that it reads. */
+template <int kRows, int kThreads>
+__device__ __forceinline__ void gemm_find_rows(const gemm_params_t &p, const gemm_tile_t &tile, int32_t *slots,
+                                               int32_t *x_rows)
+{
+    for (int i = threadIdx.x; i < kRows; i += kThreads) {
+        int32_t slot = -1;
+        if (i < tile.rows) {
+            slot = p.row_index ? p.row_index[tile.row + i] : tile.row + i;
+            if (slot < 0 || slot >= p.num_slots) slot = -1;
+        }
+        slots[i] = slot;
+        x_rows[i] = slot < 0 ? 0 : p.x_sorted ? tile.row + i : slot / p.x_row_divisor;
+    }
+}
+
 /* One output from the accumulators of its column(s): weight, bias, activation. `col` is the even column of a pair when
  * gated. */
 __device__ __forceinline__ float gemm_finish(const gemm_params_t &p, const float *bias, float weight, int32_t col,

@@ -179,15 +179,7 @@ __global__ void __launch_bounds__(kThreads, shape<kFormat, kTokens>::kBlocks)
 
         /* Also the barrier after which the previous tile's staging and slots are free. */
         __syncthreads();
-        for (int i = tid; i < kTokens; i += kThreads) {
-            int32_t slot = -1;
-            if (i < tile.rows) {
-                slot = gemm.row_index ? gemm.row_index[tile.row + i] : tile.row + i;
-                if (slot < 0 || slot >= gemm.num_slots) slot = -1;
-            }
-            slots[i] = slot;
-            x_rows[i] = slot < 0 ? 0 : gemm.x_sorted ? tile.row + i : slot / gemm.x_row_divisor;
-        }
+        gemm_find_rows<kTokens, kThreads>(gemm, tile, slots, x_rows);
         __syncthreads();
 
         const sources_t<T> from = find_sources<T, kFormat, kTokens>(p, tile);

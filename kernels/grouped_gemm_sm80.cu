@@ -68,15 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2) grouped_gemm_kernel(const gemm_pa
 
         /* Also the barrier after which the previous tile's staging and slots are free. */
         __syncthreads();
-        for (int i = tid; i < kBlockM; i += kThreads) {
-            int32_t slot = -1;
-            if (i < tile.rows) {
-                slot = p.row_index ? p.row_index[tile.row + i] : tile.row + i;
-                if (slot < 0 || slot >= p.num_slots) slot = -1;
-            }
-            slots[i] = slot;
-            x_rows[i] = slot < 0 ? 0 : p.x_sorted ? tile.row + i : slot / p.x_row_divisor;
-        }
+        gemm_find_rows<kBlockM, kThreads>(p, tile, slots, x_rows);
         __syncthreads();
 
         /* A thread copies every 16th row of both tiles: rows of x through the index, rows of w at a fixed step. */

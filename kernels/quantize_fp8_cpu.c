@@ -1,6 +1,7 @@
 #include "kernels/quantize_fp8.h"
 
 #include "base/fp8.h"
+#include "kernels/row_max.h"
 
 enum { kStrip = 512 }; /* columns widened at a time */
 
@@ -15,11 +16,8 @@ static float amax_of(const epmoe_quantize_fp8_args_t *args, int64_t t, int64_t f
     for (int64_t c = first; c < end; c += kStrip) {
         int64_t count = epmoei_min64(kStrip, end - c);
         epmoei_to_f32(strip, row_of(args, t, c), args->dtype, count);
-#pragma omp simd reduction(max : amax)
-        for (int64_t i = 0; i < count; i++) {
-            float magnitude = epmoei_amax(0, strip[i]);
-            amax = magnitude > amax ? magnitude : amax;
-        }
+        float most = epmoei_row_amax(strip, count);
+        amax = most > amax ? most : amax;
     }
     return amax;
 }

@@ -33,20 +33,6 @@ __device__ __forceinline__ void store_codes(uint8_t *q, float (&value)[kCount], 
     epmoei_store_e4m3(q, value);
 }
 
-__device__ __forceinline__ float block_max(float value)
-{
-    __shared__ float warp_max[kThreads / 32];
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warp_max[0];
-#pragma unroll
-    for (int i = 1; i < kThreads / 32; i++) value = fmaxf(value, warp_max[i]);
-    return value;
-}
-
 /* ------------------------------------------------------------------------------------------------------- kernels */
 
 /* Half a warp a block of 128 columns. */
@@ -99,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const epmoe_qua
             epmoei_load_run(value, x + c);
             amax = amax_of(amax, value);
         }
-        const float scale = scale_of(args, block_max(amax));
+        const float scale = scale_of(args, epmoei_block_max<kThreads>(amax));
         const epmoei_divisor_t by = epmoei_divisor(scale);
         if (threadIdx.x == 0) args.scale[token] = scale;
         for (int64_t c = (int64_t)threadIdx.x * kCount; c < args.hidden; c += kThreads * kCount) {

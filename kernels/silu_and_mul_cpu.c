@@ -1,6 +1,7 @@
 #include "base/fp8.h"
 #include "kernels/activation.h"
 #include "kernels/row_blocks.h"
+#include "kernels/row_max.h"
 #include "kernels/silu_and_mul.h"
 
 /* gate[i] = act(gate[i], up[i]); the activation is a constant in each loop, so that the loop has no branch. */
@@ -38,17 +39,6 @@ static void make_block(const epmoe_silu_and_mul_args_t *args, epmoei_block_t blo
     activate_block(args, gate, up, block.cols);
 }
 
-static float amax_of(const float *values, int64_t n)
-{
-    float amax = 0;
-#pragma omp simd reduction(max : amax)
-    for (int64_t i = 0; i < n; i++) {
-        float magnitude = epmoei_amax(0, values[i]);
-        amax = magnitude > amax ? magnitude : amax;
-    }
-    return amax;
-}
-
 static void encode(uint8_t *codes, const float *values, int64_t n, float scale)
 {
 #pragma omp simd
@@ -64,7 +54,7 @@ static float row_scale(const epmoe_silu_and_mul_args_t *args, int64_t t, float *
         epmoei_block_t block = epmoei_block(b, args->width);
         make_block(args, block, gate, up);
         for (int64_t i = 0; i < block.cols; i++) gate[i] = epmoei_round_to(gate[i], args->dtype);
-        float most = amax_of(gate, block.cols);
+        float most = epmoei_row_amax(gate, block.cols);
         amax = most > amax ? most : amax;
     }
     return args->scale[t] = epmoei_e4m3_scale(amax);
@@ -88,7 +78,7 @@ static void quantise_row(const epmoe_silu_and_mul_args_t *args, int64_t t)
         }
         for (int64_t i = 0; i < block.cols; i += 128) {
             int64_t n = epmoei_min64(128, block.cols - i);
-            scale = epmoei_e4m3_scale(amax_of(gate + i, n));
+            scale = epmoei_e4m3_scale(epmoei_row_amax(gate + i, n));
             args->scale[t * groups + (block.first + i) / 128] = scale;
             encode(codes + i, gate + i, n, scale);
         }

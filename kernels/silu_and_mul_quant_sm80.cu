@@ -81,20 +81,6 @@ __global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_
     }
 }
 
-__device__ __forceinline__ float block_max(float value)
-{
-    __shared__ float warp_max[kThreads / 32];
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warp_max[0];
-#pragma unroll
-    for (int i = 1; i < kThreads / 32; i++) value = fmaxf(value, warp_max[i]);
-    return value;
-}
-
 /* What a thread keeps: kRun rounded elements, in as few registers as they need. */
 template <typename T> struct held_t {
     uint4 parts[kRun / epmoei_part_size<T>];
@@ -144,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) silu_rows_kernel(const epmoe_silu_an
             rounded_run<T>(y, args, row, col);
             amax = fold_amax(amax, y);
         }
-        const float scale = epmoei_scale_of_amax(block_max(amax));
+        const float scale = epmoei_scale_of_amax(epmoei_block_max<kThreads>(amax));
         const epmoei_divisor_t divisor = epmoei_divisor(scale);
         if (threadIdx.x == 0) args.scale[row] = scale;
         if constexpr (kKept > 0) {
