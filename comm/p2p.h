@@ -7,7 +7,7 @@
  *             the epoch (the header)
  *   send      waits for the headers of all ranks, after which every rank knows where every row lies at every rank;
  *             stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at every
- *             rank when its rows are; the last block to end waits for those of all blocks of all ranks.
+ *             rank when its rows are; the last block to begin waits for those of all blocks of all ranks.
  *             In FP8 rows are coded as they are read; those of the own rank are decoded at once
  *   decode    in FP8: the rows of the other ranks into x (comm/ep_wire.h); neither where rows stay codes
  *   combine   raises partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of
@@ -21,9 +21,9 @@
  *   - Flags hold epochs that only grow; one that is ahead has passed the awaited one.
  * No kernel waits for a block of its own rank that may not be on the device yet: headers and what combine waits for
  * leave with the first block of every rank before it waits itself, or with a kernel before it, and the wait for rows is
- * the last block's. So ranks whose processes take turns on one device get on, slowly; and so do two exchanges on two
- * streams of one process, which ranks may begin in a different order: beside the blocks of one there is room for the
- * first block of the other.
+ * the last block's to begin, when all others are there. So ranks whose processes take turns on one device get on,
+ * slowly; and so do two exchanges on two streams of one process, which ranks may begin in a different order: beside the
+ * blocks of one there is room for the first block of the other.
  *
  * A wait ends after timeout_ns, with the first fault of the communicator in its fault record. Counts that do not fit
  * and errors of a rank are known to all ranks from the same headers, and are every rank's fault in the same dispatch.
@@ -62,10 +62,11 @@ enum { EPMOEI_P2P_REUSE_BIT = 8, EPMOEI_P2P_BLOCKS_BIT = 16 };
 
 /* This rank's own, on the device. */
 typedef struct epmoei_p2p_state_t {
-    uint32_t epoch;                     /* of the last dispatch that ended */
-    uint32_t route_blocks, send_blocks; /* that have ended, of the running kernel */
-    int32_t num_tokens;                 /* of the last dispatch */
-    int32_t own_rows[2];                /* the first of this rank's rows here, and how many */
+    uint32_t epoch;        /* of the last dispatch that ended */
+    uint32_t route_blocks; /* that have ended, of the running kernel */
+    uint32_t send_blocks;  /* that have begun, of the running kernel */
+    int32_t num_tokens;    /* of the last dispatch */
+    int32_t own_rows[2];   /* the first of this rank's rows here, and how many */
     int32_t counts[EPMOEI_P2P_MAX_RANKS];
 } epmoei_p2p_state_t;
 

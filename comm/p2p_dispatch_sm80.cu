@@ -57,19 +57,19 @@ static __device__ int32_t count_group(const epmoei_p2p_args_t &args, uint32_t ra
 }
 
 /* A warp: counts of groups, for one rank, become offsets; returns their sum. */
-static __device__ int32_t scan_groups(int32_t *counts, int64_t groups)
+template <int kAtOnce> static __device__ int32_t scan_groups(int32_t *counts, int64_t groups)
 {
     const int32_t lane = threadIdx.x % kP2pWarp;
     int32_t sum = 0;
-    for (int64_t first = 0; first < groups; first += 4 * kP2pWarp) {
-        int32_t loaded[4];
+    for (int64_t first = 0; first < groups; first += kAtOnce * kP2pWarp) {
+        int32_t loaded[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < kAtOnce; i++) {
             int64_t group = first + i * kP2pWarp + lane;
             loaded[i] = group < groups ? *(volatile int32_t *)(counts + group) : 0;
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < kAtOnce; i++) {
             int64_t group = first + i * kP2pWarp + lane;
             int32_t before = loaded[i];
             for (int32_t step = 1; step < kP2pWarp; step *= 2) {
@@ -129,8 +129,8 @@ static __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __gri
 
     for (int32_t r = warp; r < args.size; r += kRouteThreads / kP2pWarp) {
         int32_t sum = counted ? args.state->counts[r]
-                              : scan_groups(args.group_offsets + r * args.groups,
-                                            ((int64_t)num_tokens + kP2pWarp - 1) / kP2pWarp);
+                              : scan_groups<4>(args.group_offsets + r * args.groups,
+                                               ((int64_t)num_tokens + kP2pWarp - 1) / kP2pWarp);
         if (lane == 0) counts[r] = sum;
     }
     __syncthreads();
@@ -224,31 +224,41 @@ static __device__ int32_t find_rows(const plan_t *plan, const routes_t &routes, 
     return row;
 }
 
+/* Lane j of a warp: slot j of a token. */
+struct slot_t {
+    int32_t id;
+    float weight;
+};
+
+static __device__ __forceinline__ slot_t load_slot(const epmoei_p2p_args_t &args, int64_t token)
+{
+    const int32_t lane = threadIdx.x % kP2pWarp;
+    const int64_t at = token * args.top_k + lane;
+    if (lane >= args.top_k) return {-1, 0.0f};
+    return {args.ids[at], args.weights[at]};
+}
+
 /* A warp: the token's rows for combine; its ids, which count from the first expert of the rank, and weights. */
 static __device__ void send_routing(const epmoei_p2p_args_t &args, const plan_t *plan, int64_t token, uint32_t ranks,
-                                    int32_t row)
+                                    int32_t row, slot_t slot)
 {
     const int32_t lane = threadIdx.x % kP2pWarp;
     if (ranks >> lane & 1) args.token_rows[token * args.width + __popc(ranks & ((1u << lane) - 1))] = row;
-    const int64_t slot = token * args.top_k + lane;
-    const bool is_slot = lane < args.top_k;
-    const int32_t id = is_slot ? args.ids[slot] : -1;
-    const float weight = is_slot && id >= 0 ? args.weights[slot] : 0.0f;
     for (uint32_t left = ranks; left; left &= left - 1) {
         int32_t r = __ffs((int)left) - 1, first = first_expert(args, r), end = first_expert(args, r + 1);
         int64_t to = (int64_t)__shfl_sync(kP2pAll, row, r) * args.top_k + lane;
-        bool here = id >= first && id < end;
-        if (!is_slot) continue;
-        plan->window[r].ids[to] = here ? id - first : -1;
-        plan->window[r].weights[to] = here ? weight : 0.0f;
+        bool here = slot.id >= first && slot.id < end;
+        if (lane >= args.top_k) continue;
+        plan->window[r].ids[to] = here ? slot.id - first : -1;
+        plan->window[r].weights[to] = here ? slot.weight : 0.0f;
     }
 }
 
-/* The rows of this block, and at its end the flags that say so. `loaded` has the first pieces of its teams' first rows
- * already. */
+/* The rows of this block, and at its end the flags that say so. `loaded` and `slot` have the first pieces of its teams'
+ * first rows and their routing already. */
 template <typename Pieces>
 static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *plan, const routes_t &routes,
-                                 uint32_t epoch, int32_t num_tokens, team_t team, Pieces loaded)
+                                 uint32_t epoch, int32_t num_tokens, team_t team, Pieces loaded, slot_t slot)
 {
     const typename Pieces::index_t pieces = Pieces::of_row(args), step = Pieces::of_team(team);
     const uint32_t teams = kP2pThreads / team.threads;
@@ -262,7 +272,11 @@ static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *pl
             loaded.store(args, plan, ranks, row, first, team);
             is_loaded = false;
         }
-        if (threadIdx.x % team.threads < kP2pWarp) send_routing(args, plan, token, ranks, row);
+        if (threadIdx.x % team.threads < kP2pWarp) {
+            send_routing(args, plan, token, ranks, row, slot);
+            const uint32_t next = token + gridDim.x * teams;
+            if (next < (uint32_t)num_tokens) slot = load_slot(args, next);
+        }
     }
     __syncthreads();
     if (threadIdx.x < args.size)
@@ -270,7 +284,7 @@ static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *pl
                                  epoch);
 }
 
-/* The last block of this rank waits for all blocks of all ranks. */
+/* The last block of this rank to come to the device waits for all blocks of all ranks: its own ones are there too. */
 static __device__ void finish_send(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t epoch,
                                    int32_t num_tokens)
 {
@@ -292,22 +306,26 @@ static __device__ void finish_send(const epmoei_p2p_args_t &args, const plan_t *
     args.state->epoch = epoch;
 }
 
-/* The second half of dispatch, from the wait for the headers on. */
+/* The second half of dispatch, from the wait for the headers on. What takes a way to memory begins before that wait:
+ * also the count of blocks, which nobody asks for before the rows are out. */
 template <typename Pieces>
 static __device__ void send(const epmoei_p2p_args_t &args, plan_t *plan, const routes_t &routes, uint32_t epoch,
                             int32_t num_tokens, team_t team)
 {
     __shared__ bool is_last;
     Pieces loaded;
+    slot_t slot = {-1, 0.0f};
+    uint32_t blocks_before = 0;
     const int64_t token = (int64_t)blockIdx.x * (kP2pThreads / team.threads) + threadIdx.x / team.threads;
+    if (threadIdx.x == 0) blocks_before = atomicAdd(&args.state->send_blocks, 1u);
+    if (token < num_tokens && threadIdx.x % team.threads < kP2pWarp) slot = load_slot(args, token);
     if (token < num_tokens) loaded.load(args, token, 0, team);
     if (!wait_for_headers(args, epoch, plan) || !judge_headers(args, epoch, plan)) {
         if (threadIdx.x == 0) *args.num_rows = 0;
         return;
     }
-    send_rows<Pieces>(args, plan, routes, epoch, num_tokens, team, loaded);
-    if (threadIdx.x == 0) is_last = atomicAdd(&args.state->send_blocks, 1u) == gridDim.x - 1;
-    __syncthreads();
+    if (threadIdx.x == 0) is_last = blocks_before == gridDim.x - 1; /* for all behind the rows' barrier */
+    send_rows<Pieces>(args, plan, routes, epoch, num_tokens, team, loaded, slot);
     if (is_last) finish_send(args, plan, epoch, num_tokens);
 }
 
@@ -355,7 +373,7 @@ static __global__ void __launch_bounds__(kP2pThreads, 2)
         return;
     }
     for (int32_t r = warp; r < args.size; r += kP2pThreads / kP2pWarp) {
-        int32_t sum = scan_groups(group_offsets + r * kFewGroups, kFewGroups);
+        int32_t sum = scan_groups<1>(group_offsets + r * kFewGroups, kFewGroups);
         if (lane == 0) counts[r] = sum;
     }
     __syncthreads();
