@@ -8,7 +8,10 @@
  *   send      waits for the headers of all ranks, after which every rank knows where every row lies at every rank;
  *             stores each row, its ids and its weights there; each block raises rows_there[this rank, block] at every
  *             rank when its rows are; the last block to begin waits for those of all blocks of all ranks.
- *             In FP8 rows are coded as they are read; those of the own rank are decoded at once
+ *             In FP8 rows are coded as they are read; those of the own rank are decoded at once.
+ *             A rank with very few tokens has no blocks that raise flags: before it waits for any header, it stages its
+ *             rows at their receivers, in words that carry the epoch as those of headers do (comm/p2p_staged.cuh). Who
+ *             waits for the blocks of the others takes such rows to where the headers say
  *   decode    in FP8: the rows of the other ranks into x (comm/ep_wire.h); neither where rows stay codes
  *   combine   raises partials_ready[this rank] at every rank, waits for those of all ranks, loads the partial rows of
  *             its own tokens from where they were made and sums them
@@ -18,6 +21,8 @@
  *     its loads of other ranks' y of e - 1 have ended. Rows of e go out, and y of e is written, after all headers e.
  *   - Header e + 2 takes the place of header e. A rank sends it after rows_there e + 1 of all ranks, which they raise
  *     when their send of e, the last reader of headers e, has ended.
+ *   - Staged rows e + 2 take the place of staged rows e, as headers do: a rank stages them after headers e + 1 of all
+ *     ranks, which leave when their send of e, the only reader, has ended.
  *   - Flags hold epochs that only grow; one that is ahead has passed the awaited one.
  * No kernel waits for a block of its own rank that may not be on the device yet: headers and what combine waits for
  * leave with the first block of every rank before it waits itself, or with a kernel before it, and the wait for rows is
@@ -41,6 +46,7 @@ enum {
     EPMOEI_P2P_MAX_RANKS = 32,   /* a token's ranks are a word of bits */
     EPMOEI_P2P_MAX_BLOCKS = 256, /* of a send */
     EPMOEI_P2P_GROUP = 32,       /* tokens whose rows are counted together */
+    EPMOEI_P2P_STAGED = 4,       /* a rank's tokens times ranks, up to which its rows are staged: one block does it */
 };
 
 /* A rank's window, at its addresses in this process. */
@@ -48,6 +54,7 @@ typedef struct epmoei_p2p_window_t {
     uint64_t *headers;        /* [2,R,R+2] by parity of the epoch, source, word: the epoch above, a value below */
     uint32_t *rows_there;     /* [R,MAX_BLOCKS] by source and its block */
     uint32_t *partials_ready; /* [R] by the rank whose partial rows they are */
+    uint64_t *staged;         /* [2,R,staged_rows,staged_words] by parity of the epoch, source, its row for this rank */
     int32_t *ids;             /* [max_rows,k] */
     float *weights;           /* [max_rows,k] */
     char *x;                  /* [max_rows] of row_bytes, in FP8 the codes alone, codes_bytes a row */
@@ -56,7 +63,8 @@ typedef struct epmoei_p2p_window_t {
     int64_t capacity;         /* max_rows */
 } epmoei_p2p_window_t;
 
-/* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has. The
+/* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has, 0
+ * where its rows are staged. The
  * other words: its rows for each rank, and max_rank_tokens. */
 enum { EPMOEI_P2P_REUSE_BIT = 8, EPMOEI_P2P_BLOCKS_BIT = 16 };
 
@@ -103,7 +111,8 @@ typedef struct epmoei_p2p_args_t {
     int32_t coded;     /* rows travel in FP8 */
     int32_t keeps;     /* and stay so here */
     int64_t codes_bytes, scales_stride;
-    void *own_x;            /* in FP8 [max_rows] of row_bytes: decoded rows, those of the own rank at once */
+    int64_t staged_rows, staged_words; /* of a source; of a row */
+    void *own_x;                       /* in FP8 [max_rows] of row_bytes: decoded rows, those of the own rank at once */
     uint32_t *token_ranks;  /* [max_tokens, rounded up to whole groups] bit r: the token has a row for rank r */
     int32_t *group_offsets; /* [R,groups] rows for a rank before a group */
     int64_t groups;         /* of max_tokens */

@@ -14,10 +14,11 @@ static_assert(EPMOEI_P2P_MAX_RANKS <= kP2pWarp && EPMOEI_P2P_GROUP == kP2pWarp,
 
 /* ------------------------------------------------------------------------------------------------------- waiting */
 
-/* The first one counts. */
-static __device__ void p2p_raise(const epmoei_p2p_args_t &args, epmoe_status_t status, epmoei_p2p_phase_t phase,
-                                 int32_t peer, uint32_t epoch, int64_t value, int64_t bound, int32_t field,
-                                 int64_t waited_ns)
+/* The first one counts. Not inlined: what hardly ever runs does not lie between what always does, as the code of a
+ * kernel comes from memory too. */
+static __device__ __noinline__ void p2p_raise(const epmoei_p2p_args_t &args, epmoe_status_t status,
+                                              epmoei_p2p_phase_t phase, int32_t peer, uint32_t epoch, int64_t value,
+                                              int64_t bound, int32_t field, int64_t waited_ns)
 {
     if (atomicCAS(args.failed, 0, 1) != 0) return;
     volatile epmoei_p2p_fault_t *fault = args.fault;

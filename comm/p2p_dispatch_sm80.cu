@@ -1,6 +1,7 @@
 /* Dispatch through peer memory; the protocol stands in p2p.h. Bound by the links to the other ranks: a row crosses once
  * to each rank, in pieces of 16 bytes where its length allows it, several of a thread at once.
- * With few tokens every block finds all routes by itself, and one kernel does it all. */
+ * With few tokens every block finds all routes by itself, and one kernel does it all. With very few one block does, and
+ * is bound by latency: rows leave as soon as they are loaded, staged. */
 #include "comm/p2p_rows.cuh"
 
 static constexpr int kRouteThreads = 256; /* and tokens of a block */
@@ -192,15 +193,14 @@ static __device__ bool judge_headers(const epmoei_p2p_args_t &args, uint32_t epo
         const uint32_t verdict = failing ? failing : differs ? differs : full;
         good = verdict == 0;
         if (!good && r == __ffs((int)verdict) - 1) {
-            if (failing)
-                p2p_raise(args, EPMOE_ERROR_PEER, EPMOEI_P2P_HEADERS, r, epoch, status, 0, 0, 0);
-            else if (differs && reuse != reuse_first)
-                p2p_raise(args, EPMOE_ERROR_MISMATCH, EPMOEI_P2P_HEADERS, r, epoch, reuse, reuse_first, 0, 0);
-            else if (differs)
-                p2p_raise(args, EPMOE_ERROR_MISMATCH, EPMOEI_P2P_HEADERS, r, epoch, most, most_first, 1, 0);
-            else
-                p2p_raise(args, EPMOE_ERROR_CAPACITY, EPMOEI_P2P_HEADERS, r, epoch, rows, plan->window[r].capacity, 0,
-                          0);
+            const int32_t field = !failing && differs && reuse == reuse_first;
+            const int64_t value = failing ? status : !differs ? rows : field ? most : reuse;
+            const int64_t bound = failing ? 0 : !differs ? plan->window[r].capacity : field ? most_first : reuse_first;
+            p2p_raise(args,
+                      failing   ? EPMOE_ERROR_PEER
+                      : differs ? EPMOE_ERROR_MISMATCH
+                                : EPMOE_ERROR_CAPACITY,
+                      EPMOEI_P2P_HEADERS, r, epoch, value, bound, field, 0);
         }
     }
     return !__syncthreads_or(!good);
@@ -238,19 +238,48 @@ static __device__ __forceinline__ slot_t load_slot(const epmoei_p2p_args_t &args
     return {args.ids[at], args.weights[at]};
 }
 
-/* A warp: the token's rows for combine; its ids, which count from the first expert of the rank, and weights. */
-static __device__ void send_routing(const epmoei_p2p_args_t &args, const plan_t *plan, int64_t token, uint32_t ranks,
-                                    int32_t row, slot_t slot)
+/* What rank r gets of the slot: the id counts from the first expert there. */
+static __device__ __forceinline__ slot_t slot_at_rank(const epmoei_p2p_args_t &args, slot_t slot, int32_t r)
+{
+    const int32_t first = first_expert(args, r), end = first_expert(args, r + 1);
+    return slot.id >= first && slot.id < end ? slot_t{slot.id - first, slot.weight} : slot_t{-1, 0.0f};
+}
+
+/* A warp: the token's rows, for combine. */
+static __device__ __forceinline__ void note_rows(const epmoei_p2p_args_t &args, int64_t token, uint32_t ranks,
+                                                 int32_t row)
 {
     const int32_t lane = threadIdx.x % kP2pWarp;
     if (ranks >> lane & 1) args.token_rows[token * args.width + __popc(ranks & ((1u << lane) - 1))] = row;
+}
+
+/* A warp: a token's ids and weights. */
+static __device__ void send_routing(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t ranks, int32_t row,
+                                    slot_t slot)
+{
+    const int32_t lane = threadIdx.x % kP2pWarp;
     for (uint32_t left = ranks; left; left &= left - 1) {
-        int32_t r = __ffs((int)left) - 1, first = first_expert(args, r), end = first_expert(args, r + 1);
-        int64_t to = (int64_t)__shfl_sync(kP2pAll, row, r) * args.top_k + lane;
-        bool here = slot.id >= first && slot.id < end;
+        const int32_t r = __ffs((int)left) - 1;
+        const int64_t to = (int64_t)__shfl_sync(kP2pAll, row, r) * args.top_k + lane;
+        const slot_t there = slot_at_rank(args, slot, r);
         if (lane >= args.top_k) continue;
-        plan->window[r].ids[to] = here ? slot.id - first : -1;
-        plan->window[r].weights[to] = here ? slot.weight : 0.0f;
+        plan->window[r].ids[to] = there.id;
+        plan->window[r].weights[to] = there.weight;
+    }
+}
+
+static __device__ void stage_routing(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t ranks, uint32_t index,
+                                     uint32_t epoch, slot_t slot)
+{
+    const int32_t lane = threadIdx.x % kP2pWarp;
+    if (lane >= args.top_k) return;
+    for (uint32_t left = ranks; left; left &= left - 1) {
+        const int32_t r = __ffs((int)left) - 1;
+        const slot_t there = slot_at_rank(args, slot, r);
+        uint64_t *words = staged_row(args, plan->window[r], epoch, args.rank, index >> r & 1);
+        ptx_store_relaxed_system_2(words + args.staged_words - 2 * (args.top_k - lane),
+                                   staged_word(epoch, (uint32_t)there.id),
+                                   staged_word(epoch, __float_as_uint(there.weight)));
     }
 }
 
@@ -263,8 +292,7 @@ static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *pl
     const typename Pieces::index_t pieces = Pieces::of_row(args), step = Pieces::of_team(team);
     const uint32_t teams = kP2pThreads / team.threads;
     bool is_loaded = true;
-    for (uint32_t token = blockIdx.x * teams + threadIdx.x / team.threads; token < (uint32_t)num_tokens;
-         token += gridDim.x * teams) {
+    for (uint32_t token = blockIdx.x * teams + team.index(); token < (uint32_t)num_tokens; token += gridDim.x * teams) {
         uint32_t ranks;
         int32_t row = find_rows(plan, routes, token, &ranks);
         for (typename Pieces::index_t first = 0; first < pieces; first += step) {
@@ -272,8 +300,9 @@ static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *pl
             loaded.store(args, plan, ranks, row, first, team);
             is_loaded = false;
         }
-        if (threadIdx.x % team.threads < kP2pWarp) {
-            send_routing(args, plan, token, ranks, row, slot);
+        if (team.thread() < kP2pWarp) {
+            note_rows(args, token, ranks, row);
+            send_routing(args, plan, ranks, row, slot);
             const uint32_t next = token + gridDim.x * teams;
             if (next < (uint32_t)num_tokens) slot = load_slot(args, next);
         }
@@ -284,7 +313,32 @@ static __device__ void send_rows(const epmoei_p2p_args_t &args, const plan_t *pl
                                  epoch);
 }
 
+/* A block: the rows that ranks have staged here. */
+template <int kAtOnce>
+static __device__ __forceinline__ bool take_staged(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t epoch,
+                                                   int64_t start)
+{
+    int32_t row = 0;
+    bool there = true;
+    for (int32_t source = 0; source < args.size; source++) {
+        const int32_t num = plan->counts[source][args.rank];
+        if (source != args.rank && plan->head[source] >> EPMOEI_P2P_BLOCKS_BIT == 0)
+            for (int32_t i = 0; i < num && there; i++)
+                there = take_staged_row<kAtOnce>(args, plan->window[args.rank], epoch, source, i, row + i, start);
+        row += num;
+    }
+    return there;
+}
+
+/* In a kernel that is bound by its rows, whose registers this must not take. */
+static __device__ __noinline__ bool take_staged_apart(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t epoch,
+                                                      int64_t start)
+{
+    return take_staged<1>(args, plan, epoch, start);
+}
+
 /* The last block of this rank to come to the device waits for all blocks of all ranks: its own ones are there too. */
+template <bool kStages>
 static __device__ void finish_send(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t epoch,
                                    int32_t num_tokens)
 {
@@ -296,6 +350,7 @@ static __device__ void finish_send(const epmoei_p2p_args_t &args, const plan_t *
         if (block < (int32_t)(plan->head[source] >> EPMOEI_P2P_BLOCKS_BIT))
             there = p2p_wait_for_flag(args, flags + i, start, EPMOEI_P2P_ROWS, source, epoch);
     }
+    there = there && (kStages ? take_staged<2>(args, plan, epoch, start) : take_staged_apart(args, plan, epoch, start));
     there = !__syncthreads_or(!there);
     if (threadIdx.x != 0) return;
     *args.num_rows = there ? plan->num_rows : 0;
@@ -316,9 +371,9 @@ static __device__ void send(const epmoei_p2p_args_t &args, plan_t *plan, const r
     Pieces loaded;
     slot_t slot = {-1, 0.0f};
     uint32_t blocks_before = 0;
-    const int64_t token = (int64_t)blockIdx.x * (kP2pThreads / team.threads) + threadIdx.x / team.threads;
+    const int64_t token = (int64_t)blockIdx.x * (kP2pThreads / team.threads) + team.index();
     if (threadIdx.x == 0) blocks_before = atomicAdd(&args.state->send_blocks, 1u);
-    if (token < num_tokens && threadIdx.x % team.threads < kP2pWarp) slot = load_slot(args, token);
+    if (token < num_tokens && team.thread() < kP2pWarp) slot = load_slot(args, token);
     if (token < num_tokens) loaded.load(args, token, 0, team);
     if (!wait_for_headers(args, epoch, plan) || !judge_headers(args, epoch, plan)) {
         if (threadIdx.x == 0) *args.num_rows = 0;
@@ -326,7 +381,7 @@ static __device__ void send(const epmoei_p2p_args_t &args, plan_t *plan, const r
     }
     if (threadIdx.x == 0) is_last = blocks_before == gridDim.x - 1; /* for all behind the rows' barrier */
     send_rows<Pieces>(args, plan, routes, epoch, num_tokens, team, loaded, slot);
-    if (is_last) finish_send(args, plan, epoch, num_tokens);
+    if (is_last) finish_send<false>(args, plan, epoch, num_tokens);
 }
 
 template <typename Pieces>
@@ -386,6 +441,80 @@ static __global__ void __launch_bounds__(kP2pThreads, 2)
     send<Pieces>(args, &plan, routes, epoch, num_tokens, team);
 }
 
+/* One block, a team for each token, whose row it has in registers as a whole. */
+template <typename Pieces>
+static __global__ void __launch_bounds__(kP2pThreads, 2)
+    staged_kernel(const __grid_constant__ epmoei_p2p_args_t args, team_t team)
+{
+    constexpr int32_t kParts = sizeof(epmoei_p2p_window_t) / 16;
+    static_assert(sizeof(epmoei_p2p_window_t) % 16 == 0, "copied in whole parts");
+    static_assert(kMaxRanks * kParts <= kP2pThreads, "one for a thread at most");
+    __shared__ plan_t plan;
+    __shared__ int32_t counts[kMaxRanks];
+    const int32_t t = threadIdx.x, lane = t % kP2pWarp, token = team.index();
+    const bool has_slots = team.thread() < kP2pWarp;
+    epmoei_begin_dependent();
+    /* Nothing here waits for anything else: all of it is loaded at once. */
+    if (t < args.size * kParts)
+        ptx_cp_async_ca_16(ptx_shared_address(plan.window) + 16 * t,
+                           reinterpret_cast<const char *>(args.windows) + 16 * t, 16);
+    const uint32_t epoch = args.state->epoch + 1;
+    const int32_t *tokens_at = args.reuse_routing ? &args.state->num_tokens : args.num_tokens_dev;
+    const int32_t tokens_there = tokens_at ? *tokens_at : args.num_tokens;
+    const bool failed = t == 0 && p2p_has_failed(args);
+    const bool is_slot = lane < args.top_k, has_token = token < args.num_tokens;
+    int32_t ids[kMostStaged]; /* of this lane's slot of every token */
+    uint32_t ranks[kMostStaged];
+#pragma unroll
+    for (int i = 0; i < kMostStaged; i++) {
+        ids[i] = i < args.num_tokens && is_slot ? args.ids[i * args.top_k + lane] : -1;
+        ranks[i] = i < args.num_tokens && args.reuse_routing ? args.token_ranks[i] : 0;
+    }
+    const float weight = has_token && is_slot ? args.weights[token * args.top_k + lane] : 0.0f;
+    Pieces loaded;
+    if (has_token) loaded.load(args, token, 0, team);
+
+    const int32_t num_tokens = max(0, min(tokens_there, args.num_tokens)); /* of a rank that failed 0 as well */
+    const int32_t share = args.num_experts / args.size, longer = args.num_experts % args.size;
+    int32_t bad = 0;
+#pragma unroll
+    for (int i = 0; i < kMostStaged; i++) {
+        const int32_t id = ids[i];
+        const bool is_expert = id >= 0 && id < args.num_experts;
+        const uint32_t found = __reduce_or_sync(kP2pAll, is_expert ? 1u << owner(id, share, longer) : 0u);
+        if (!args.reuse_routing) ranks[i] = found;
+        if (i >= num_tokens) ranks[i] = 0;
+        bad += i < num_tokens && !args.reuse_routing && !is_expert && id != -1;
+    }
+    const uint32_t of_token = token == 0 ? ranks[0] : token == 1 ? ranks[1] : 0;
+    const uint32_t before = token == 1 ? ranks[0] : 0; /* where the other row comes first */
+    const uint32_t own = of_token & 1u << args.rank;
+    const slot_t slot = {token == 1 ? ids[1] : ids[0], weight};
+    if (t < args.size) counts[t] = (int32_t)(ranks[0] >> t & 1) + (int32_t)(ranks[1] >> t & 1);
+    if (t < num_tokens) args.token_ranks[t] = t == 0 ? ranks[0] : ranks[1];
+    ptx_cp_async_wait_all();
+    if (__syncthreads_or(failed)) {
+        if (t == 0) *args.num_rows = 0;
+        return;
+    }
+    send_headers(args, plan.window, epoch, counts);
+    loaded.stage(args, &plan, of_token & ~own, before, epoch, team);
+    if (has_slots) stage_routing(args, &plan, of_token & ~own, before, epoch, slot);
+    if (t < kP2pWarp && bad) epmoei_count_bad(args.error_word, bad);
+
+    if (!wait_for_headers(args, epoch, &plan) || !judge_headers(args, epoch, &plan)) {
+        if (t == 0) *args.num_rows = 0;
+        return;
+    }
+    const int32_t row = of_token >> lane & 1 ? plan.first_row[lane] + (int32_t)(before >> lane & 1) : 0;
+    loaded.store(args, &plan, own, row, 0, team);
+    if (has_slots) {
+        note_rows(args, token, of_token, row);
+        send_routing(args, &plan, own, row, slot);
+    }
+    finish_send<true>(args, &plan, epoch, num_tokens);
+}
+
 /* ----------------------------------------------------------------------------------------------------- launchers */
 
 /* How the rows of a kernel are dealt to blocks: a team takes one at a time. */
@@ -407,6 +536,14 @@ static shape_t shape_of(int64_t num_rows, int64_t max_blocks, int64_t pieces, in
 
 template <typename Pieces> static epmoe_status_t dispatch(epmoei_p2p_args_t args, epmoe_stream_t stream)
 {
+    if constexpr (Pieces::kStages) {
+        const team_t team = shape_of(args.num_tokens, 1, Pieces::threads_of_row(args), Pieces::least(args)).team;
+        args.send_blocks = 0;
+        if (args.num_tokens <= args.staged_rows && Pieces::of_row(args) <= Pieces::of_team(team))
+            return epmoei_cuda_status(
+                epmoei_launch_dependent(staged_kernel<Pieces>, dim3(1), dim3(kP2pThreads), 0, stream, args, team),
+                "staged_kernel");
+    }
     const shape_t shape = shape_of(args.num_tokens, args.max_blocks, Pieces::threads_of_row(args), Pieces::least(args));
     args.send_blocks = shape.blocks;
     const dim3 blocks((unsigned)shape.blocks), threads(kP2pThreads);

@@ -189,6 +189,18 @@ static void destroy(epmoe_comm_t *comm)
 
 /* -------------------------------------------------------------------------------------------------------- objects */
 
+/* Alike on all ranks. */
+static int64_t staged_rows(const epmoe_ep_t *ep) { return EPMOEI_P2P_STAGED / ep->size; }
+
+/* Of a row: pieces of 16 bytes in whole warps, and two for each slot; see comm/p2p_staged.cuh. */
+static int64_t staged_words(const epmoe_ep_t *ep)
+{
+    const bool coded = epmoei_ep_is_coded(ep);
+    const int64_t x = coded ? epmoei_coded_codes_bytes(ep->config.hidden) : ep->row_bytes;
+    const int64_t scales = coded ? epmoei_coded_scales_bytes(ep->config.hidden) : 0;
+    return epmoei_round_up(x, 16 * 32) / 4 + epmoei_round_up(scales, 16 * 32) / 4 + 2 * ep->config.top_k;
+}
+
 /* Everything that peers touch. Returns the bytes; *cleared those before the rows. */
 static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, epmoei_p2p_window_t *window,
                             int64_t *cleared)
@@ -198,6 +210,7 @@ static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, 
     window->headers = epmoei_carve(&arena, 2 * size * (size + 2) * 8);
     window->rows_there = epmoei_carve(&arena, 4 * size * EPMOEI_P2P_MAX_BLOCKS);
     window->partials_ready = epmoei_carve(&arena, 4 * size);
+    window->staged = epmoei_carve(&arena, 2 * size * staged_rows(ep) * staged_words(ep) * 8);
     *cleared = arena.used;
     window->ids = epmoei_carve(&arena, capacity * k * 4);
     window->weights = epmoei_carve(&arena, capacity * k * 4);
@@ -253,6 +266,8 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     args->coded = epmoei_ep_is_coded(ep);
     args->codes_bytes = epmoei_coded_codes_bytes(ep->config.hidden);
     args->scales_stride = epmoei_coded_scales_bytes(ep->config.hidden) / 4;
+    args->staged_rows = staged_rows(ep);
+    args->staged_words = staged_words(ep);
     args->dtype = ep->config.dtype;
     args->partial_dtype = ep->partial_dtype;
     args->error_word = epmoei_error_word();

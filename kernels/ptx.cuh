@@ -208,6 +208,15 @@ __device__ __forceinline__ void ptx_store_relaxed_system(uint64_t *word, uint64_
 {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+/* Two words side by side, aligned to 16 bytes: each of them whole, the two in any order. */
+__device__ __forceinline__ void ptx_load_relaxed_system_2(const uint64_t *words, uint64_t *first, uint64_t *second)
+{
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(*first), "=l"(*second) : "l"(words) : "memory");
+}
+__device__ __forceinline__ void ptx_store_relaxed_system_2(uint64_t *words, uint64_t first, uint64_t second)
+{
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(words), "l"(first), "l"(second) : "memory");
+}
 __device__ __forceinline__ void ptx_store_release_system(uint32_t *word, uint32_t value)
 {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

@@ -1,10 +1,12 @@
 /* Transport p2p, beyond what all transports have in common (mpi_cuda_exchange), started by test_mpi_cuda.c under
  * mpirun:
- *   mpi_cuda_p2p rounds SEED N      N exchanges on one object, the numbers of tokens change; every tenth has the CPU's
+ *   mpi_cuda_p2p rounds SEED N      N exchanges on one object, the numbers of tokens change, from rank to rank too, and
+ *                                   with them how rows travel; every tenth has the CPU's
  *                                   bits; rounds-fp8: with FP8 on the wire
  *   mpi_cuda_p2p graph SEED N       N replays of a graph with two dispatches in flight, one of them with copies of
  *                                   experts, other routing and T each time;
- *                                   graph-fp8: one of them with FP8 on the wire
+ *                                   graph-fp8: one of them with FP8 on the wire; graph-few, graph-few-fp8: replays
+ *                                   for very few tokens, eager calls in between for any number
  *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all
  *   mpi_cuda_p2p calls              what is an error of one rank alone, and what is none
  * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
@@ -48,7 +50,8 @@ static epmoe_ep_t *object_for(epmoe_comm_t *comm, const exchange_case_t *c)
 
 static void draw_tokens(exchange_case_t *c, testing_rng_t *rng)
 {
-    for (int32_t r = 0; r < 8; r++) c->tokens[r] = testing_range(rng, 0, 4) ? testing_range(rng, 0, MAX_T) : 0;
+    static const int32_t most[] = {0, 2, 2, MAX_T, MAX_T, MAX_T};
+    for (int32_t r = 0; r < 8; r++) c->tokens[r] = testing_range(rng, 0, most[testing_range(rng, 0, 5)]);
     c->seed = testing_next(rng);
 }
 
@@ -187,8 +190,8 @@ static void check_layer(const layer_t *layer, const char *what)
     exchange_inputs_free(&inputs);
 }
 
-/* The rows of the second dispatch travel as `wire`. */
-static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire)
+/* The rows of the second dispatch travel as `wire`; the graph is for up to most_tokens. */
+static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire, int32_t most_tokens)
 {
     testing_rng_t rng = testing_rng(seed);
     epmoe_comm_t *comm = p2p_comm(0);
@@ -200,7 +203,7 @@ static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire)
     exchange_expect(cudaStreamBeginCapture(exchange_stream, cudaStreamCaptureModeGlobal) == cudaSuccess,
                     "capture begins");
     epmoei_alloc_fail_at(1);
-    for (int32_t i = 0; i < 2; i++) enqueue_dispatch(&layers[i], tokens_dev, MAX_T);
+    for (int32_t i = 0; i < 2; i++) enqueue_dispatch(&layers[i], tokens_dev, most_tokens);
     for (int32_t i = 1; i >= 0; i--) enqueue_combine(&layers[i]);
     epmoei_alloc_fail_at(0);
     exchange_expect(cudaStreamEndCapture(exchange_stream, &captured) == cudaSuccess &&
@@ -209,6 +212,7 @@ static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire)
     for (int32_t round = 0; round < num; round++) {
         bool eager = round % 5 == 4; /* the device counts dispatches of either kind */
         draw_tokens(&layers[0].c, &rng);
+        for (int32_t r = 0; r < 8 && !eager; r++) layers[0].c.tokens[r] %= most_tokens + 1;
         memcpy(layers[1].c.tokens, layers[0].c.tokens, sizeof layers[1].c.tokens);
         layers[1].c.seed = testing_next(&rng);
         int32_t num_tokens = layers[0].c.tokens[rank % 8];
@@ -421,9 +425,13 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "rounds-fp8") && argc == 4)
         rounds(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3);
     else if (!strcmp(mode, "graph") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, MAX_T);
     else if (!strcmp(mode, "graph-fp8") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, MAX_T);
+    else if (!strcmp(mode, "graph-few") && argc == 4)
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, 4 / size);
+    else if (!strcmp(mode, "graph-few-fp8") && argc == 4)
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, 4 / size);
     else if (!strcmp(mode, "errors") && argc == 2)
         errors();
     else if (!strcmp(mode, "calls") && argc == 2)

@@ -122,6 +122,9 @@ Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)
     for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++)
         expect_ok(ranks[i], 200, "", with_seed("p2p graph", "40"));
     expect_ok(2, 200, "", with_seed("p2p graph-fp8", "40"));
+    expect_ok(2, 200, "", with_seed("p2p graph-few", "100"));
+    expect_ok(4, 200, "", with_seed("p2p graph-few", "40"));
+    expect_ok(2, 200, "", with_seed("p2p graph-few-fp8", "100"));
 }
 
 Test(mpi_cuda, contract_over_peer_memory, .timeout = 900)
