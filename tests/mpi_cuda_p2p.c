@@ -7,7 +7,8 @@
  *                                   experts, other routing and T each time;
  *                                   graph-fp8: one of them with FP8 on the wire; graph-few, graph-few-fp8: replays
  *                                   for very few tokens, eager calls in between for any number
- *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all
+ *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all; errors-few: with very few
+ *                                   tokens
  *   mpi_cuda_p2p calls              what is an error of one rank alone, and what is none
  * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
 #include "base/device.h"
@@ -253,13 +254,13 @@ static exchange_case_t small_case(void)
 
 /* A good exchange, then one with the fault, of which every rank hears once the device has come to it, and which leaves
  * nothing that waits. */
-static void error(const char *kind, epmoe_status_t mine, epmoe_status_t others, const char *words)
+static void error(exchange_case_t c, int32_t capacity, const char *kind, epmoe_status_t mine, epmoe_status_t others,
+                  const char *words)
 {
-    exchange_case_t c = small_case();
     epmoe_comm_t *comm = p2p_comm(20);
     if (!strcmp(kind, "capacity")) c.plain = true, c.first_id = c.last_id = c.num_experts - 1;
     epmoe_ep_config_t config = exchange_config(&c, rank);
-    if (!strcmp(kind, "capacity") && rank == exchange_owner(c.num_experts, size, c.last_id)) config.capacity = 3;
+    if (!strcmp(kind, "capacity") && rank == exchange_owner(c.num_experts, size, c.last_id)) config.capacity = capacity;
     epmoe_ep_t *ep = NULL;
     exchange_must(epmoe_ep_create(comm, &config, &ep));
     exchange_inputs_t inputs = exchange_inputs(&c, rank);
@@ -306,15 +307,23 @@ static void error(const char *kind, epmoe_status_t mine, epmoe_status_t others, 
     epmoe_comm_destroy(comm);
 }
 
-static void errors(void)
+/* With few: so few tokens that most ranks stage their rows. */
+static void errors(bool few)
 {
+    static const int32_t few_tokens[8] = {2, 1, 2, 1, 2, 1, 2, 1};
+    exchange_case_t c = small_case();
+    const int32_t capacity = few ? 2 : 3;
+    if (few) memcpy(c.tokens, few_tokens, sizeof few_tokens);
     epmoe_status_t bad = EPMOE_ERROR_INVALID_ARGUMENT, peer = EPMOE_ERROR_PEER;
-    error("aligned", bad, peer, rank == 1 ? "aligned to 16 bytes" : "rank 1 failed");
-    error("tokens", bad, peer, rank == 1 ? "max_tokens" : "rank 1 failed");
-    error("null", bad, peer, rank == 1 ? "ids is NULL" : "rank 1 failed");
-    error("reuse", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH, "reuse_routing is 0 on rank 0 and 1 on rank 1");
-    error("promise", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH, "max_rank_tokens is 10 on rank 0 and 9 on rank 1");
-    error("capacity", EPMOE_ERROR_CAPACITY, EPMOE_ERROR_CAPACITY, "its capacity is 3");
+    error(c, capacity, "aligned", bad, peer, rank == 1 ? "aligned to 16 bytes" : "rank 1 failed");
+    error(c, capacity, "tokens", bad, peer, rank == 1 ? "max_tokens" : "rank 1 failed");
+    error(c, capacity, "null", bad, peer, rank == 1 ? "ids is NULL" : "rank 1 failed");
+    error(c, capacity, "reuse", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH,
+          "reuse_routing is 0 on rank 0 and 1 on rank 1");
+    error(c, capacity, "promise", EPMOE_ERROR_MISMATCH, EPMOE_ERROR_MISMATCH,
+          "max_rank_tokens is 10 on rank 0 and 9 on rank 1");
+    error(c, capacity, "capacity", EPMOE_ERROR_CAPACITY, EPMOE_ERROR_CAPACITY,
+          few ? "its capacity is 2" : "its capacity is 3");
 }
 
 /* ---------------------------------------------------------------------------------------------------------- calls */
@@ -433,7 +442,9 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "graph-few-fp8") && argc == 4)
         graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, 4 / size);
     else if (!strcmp(mode, "errors") && argc == 2)
-        errors();
+        errors(false);
+    else if (!strcmp(mode, "errors-few") && argc == 2)
+        errors(true);
     else if (!strcmp(mode, "calls") && argc == 2)
         calls();
     else
