@@ -19,8 +19,8 @@
  * Why nothing is overwritten too early, with work of a rank in stream order:
  *   - A rank's header e says that it is through with everything before: x, ids and weights of e - 1 have been read, and
  *     its loads of other ranks' y of e - 1 have ended. Rows of e go out, and y of e is written, after all headers e.
- *   - Header e + 2 takes the place of header e, and staged rows e + 2 that of staged rows e. A rank sends them after
- * its own send of e + 1, which waits for headers e + 1 of all ranks: those leave when the ranks' sends of e, the last
+ *   - Header e + 2 takes the place of header e, staged rows e + 2 that of staged rows e. A rank sends them after its
+ *     own send of e + 1, which waits for headers e + 1 of all ranks: those leave when the ranks' sends of e, the last
  *     readers of headers and staged rows e, have ended.
  *   - Flags hold epochs that only grow; one that is ahead has passed the awaited one.
  * No kernel waits for a block of its own rank that may not be on the device yet: headers and what combine waits for
