@@ -1,5 +1,5 @@
-/* The projection to q, k and v of the model, or as many columns as these heads have: plain, and with an E4M3 weight
- * with a scale per row by x that is quantised per token. */
+/* The projection to q, k and v of the model, or as many columns as these heads have: plain, and with an E4M3 weight by
+ * x that is quantised: per token with a scale per row, on CUDA in blocks of 128 columns. */
 #include "bench/heads.h"
 #include "bench/op_job.h"
 
@@ -29,15 +29,17 @@ static epmoe_status_t reference_linear(op_job_t *job)
 static const size_t linear_pointers[] = {OP_AT(linear.x), OP_AT(linear.weight.data), OP_AT(linear.weight.scales),
                                          OP_AT(linear.y), OP_AT(linear.workspace),   0};
 
-/* Codes are those of random values; one scale per row brings them to the size of a plain weight's. */
+/* Codes are those of random values, which scales bring to the size of a plain weight's. */
 static epmoe_status_t take_codes(op_job_t *job, epmoe_linear_args_t *args)
 {
     enum { kPiece = 1 << 12 };
-    int64_t count = (int64_t)args->n * args->k;
+    const bool blocks = args->x_quant == EPMOE_GRANULARITY_BLOCK128;
+    int64_t count = (int64_t)args->n * args->k, num_scales = args->n;
+    if (blocks) num_scales = epmoei_ceil_div(args->n, 128) * epmoei_ceil_div(args->k, 128);
     float scale = epmoei_random_scale(EPMOEI_RANDOM_GATE, args->k), *scales;
     uint8_t *codes;
     EPMOEI_CHECK(op_take(job, (void **)&codes, count));
-    EPMOEI_CHECK(op_take(job, (void **)&scales, (int64_t)args->n * 4));
+    EPMOEI_CHECK(op_take(job, (void **)&scales, num_scales * 4));
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < count; first += kPiece) {
         float values[kPiece];
@@ -45,10 +47,12 @@ static epmoe_status_t take_codes(op_job_t *job, epmoe_linear_args_t *args)
         epmoei_random_fill(values, EPMOE_F32, job->bench->options->seed, EPMOEI_RANDOM_ROUTER, 1, first, n, 1);
         for (int64_t i = 0; i < n; i++) codes[first + i] = epmoei_f32_to_e4m3(values[i]);
     }
-    for (int32_t i = 0; i < args->n; i++) scales[i] = scale * (i % 2 ? 1.0f : 0.75f);
+    for (int64_t i = 0; i < num_scales; i++) scales[i] = scale * (i % 2 ? 1.0f : 0.75f);
     args->weight.format = EPMOE_FORMAT_FP8_BLOCK;
-    args->weight.group_size = -1;
-    args->weight.group_rows = 1;
+    if (!blocks) {
+        args->weight.group_size = -1;
+        args->weight.group_rows = 1;
+    }
     args->weight.data = codes;
     args->weight.scales = scales;
     return EPMOE_OK;
@@ -70,7 +74,7 @@ static epmoe_status_t make_any(op_job_t *job, bool fp8)
     int64_t rows = job->num_tokens, n = args->n, k = args->k;
     EPMOEI_CHECK(op_take_random(job, (void **)&args->x, config->dtype, rows * k, 0, 1));
     if (fp8) {
-        args->x_quant = EPMOE_GRANULARITY_TOKEN;
+        args->x_quant = args->backend == EPMOE_BACKEND_CUDA ? EPMOE_GRANULARITY_BLOCK128 : EPMOE_GRANULARITY_TOKEN;
         EPMOEI_CHECK(take_codes(job, args));
     } else {
         args->weight.format = epmoei_format_of_dtype(config->dtype);

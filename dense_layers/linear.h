@@ -15,24 +15,20 @@ typedef struct epmoei_linear_t {
     int32_t k;
     int32_t heads; /* matrices: 1, or one per head */
     epmoe_format_t format;
-    const void *weight;  /* [heads,n,k] */
-    const float *bias;   /* [n] or NULL; with one matrix alone */
-    const float *scales; /* FP8_BLOCK, where cuBLASLt multiplies E4M3: [1], or [n] with scales_by_row */
+    const void *weight; /* [heads,n,k] */
+    const float *bias;  /* [n] or NULL; with one matrix alone */
 } epmoei_linear_t;
 
 /* How a call runs. */
 typedef struct epmoei_linear_run_t {
     epmoe_backend_t backend;
     epmoe_stream_t stream;
-    epmoe_dtype_t dtype; /* of x and, but for logits and E4M3, y */
+    epmoe_dtype_t dtype; /* of x and, but for logits, y */
     void *workspace;
     int64_t workspace_bytes;
     /* With a matrix per head: scratch of heads + 1 and heads * rows entries. */
     int32_t *head_offsets;
     int32_t *head_rows;
-    /* Where x is E4M3: its scales and those of the weight, one each or one per row. */
-    const float *x_scale;
-    bool scales_by_row;
 } epmoei_linear_run_t;
 
 /* The workspace of `rows` rows of x per matrix; `linear` needs n, k and heads. */

@@ -41,7 +41,6 @@ typedef struct shape_t {
     int32_t device, n, k, rows, heads;
     epmoe_dtype_t x_dtype, y_dtype; /* w has x_dtype */
     int32_t alignment;              /* bytes, of all addresses */
-    bool scales_by_row;
 } shape_t;
 
 typedef struct choice_t {
@@ -91,11 +90,6 @@ int64_t epmoei_linear_cublas_workspace(void)
 
 /* ------------------------------------------------------------------------------------------------------ a product */
 
-/* Of E4M3: by row or one each. */
-typedef struct scales_t {
-    const float *w, *x;
-} scales_t;
-
 /* Column by column, as cuBLASLt counts, y^T [n,rows] = w x^T of a w [k,n] that is transposed; a batch is the heads. */
 typedef struct product_t {
     cublasLtMatmulDescOpaque_t operation;
@@ -104,12 +98,7 @@ typedef struct product_t {
 
 static cudaDataType_t type_of(epmoe_dtype_t dtype)
 {
-    switch (dtype) {
-    case EPMOE_BF16: return CUDA_R_16BF;
-    case EPMOE_F16: return CUDA_R_16F;
-    case EPMOE_F8_E4M3: return CUDA_R_8F_E4M3;
-    default: return CUDA_R_32F;
-    }
+    return dtype == EPMOE_BF16 ? CUDA_R_16BF : dtype == EPMOE_F16 ? CUDA_R_16F : CUDA_R_32F;
 }
 
 static cublasStatus_t make_layout(cublasLtMatrixLayoutOpaque_t *layout, epmoe_dtype_t dtype, int32_t rows, int32_t cols,
@@ -124,37 +113,15 @@ static cublasStatus_t make_layout(cublasLtMatrixLayoutOpaque_t *layout, epmoe_dt
                                                sizeof batch_stride);
 }
 
-static cublasStatus_t set(product_t *product, cublasLtMatmulDescAttributes_t attribute, const void *value, size_t size)
-{
-    return lt.cublasLtMatmulDescSetAttribute(&product->operation, attribute, value, size);
-}
-
-static cublasStatus_t set_scales(product_t *product, const shape_t *shape, const scales_t *scales)
-{
-    if (shape->x_dtype != EPMOE_F8_E4M3) return CUBLAS_STATUS_SUCCESS;
-    cublasStatus_t status = set(product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scales->w, sizeof scales->w);
-    if (status == CUBLAS_STATUS_SUCCESS)
-        status = set(product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &scales->x, sizeof scales->x);
-    if (status != CUBLAS_STATUS_SUCCESS || !shape->scales_by_row) return status;
-#if CUBLAS_VERSION >= 120900
-    const int32_t by_row = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-    status = set(product, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &by_row, sizeof by_row);
-    if (status != CUBLAS_STATUS_SUCCESS) return status;
-    return set(product, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &by_row, sizeof by_row);
-#else
-    return CUBLAS_STATUS_NOT_SUPPORTED;
-#endif
-}
-
-static cublasStatus_t make_product(product_t *product, const shape_t *shape, const scales_t *scales)
+static cublasStatus_t make_product(product_t *product, const shape_t *shape)
 {
     const cublasOperation_t transposed = CUBLAS_OP_T;
     int64_t n = shape->n, k = shape->k, heads = shape->heads;
     cublasStatus_t status = lt.cublasLtMatmulDescInit_internal(&product->operation, sizeof product->operation,
                                                                CUBLAS_COMPUTE_32F, CUDA_R_32F);
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = set(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
-    if (status == CUBLAS_STATUS_SUCCESS) status = set_scales(product, shape, scales);
+        status = lt.cublasLtMatmulDescSetAttribute(&product->operation, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
+                                                   sizeof transposed);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = make_layout(&product->w, shape->x_dtype, shape->k, shape->n, k, shape->heads, n * k);
     if (status == CUBLAS_STATUS_SUCCESS)
@@ -197,13 +164,13 @@ static cublasStatus_t make_preference(cublasLtMatmulPreferenceOpaque_t *preferen
     return status;
 }
 
-static bool ask(cublasLtHandle_t handle, const shape_t *shape, const scales_t *scales, cublasLtMatmulAlgo_t *algorithm)
+static bool ask(cublasLtHandle_t handle, const shape_t *shape, cublasLtMatmulAlgo_t *algorithm)
 {
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasLtMatmulHeuristicResult_t result;
     product_t product;
     int found = 0;
-    if (make_product(&product, shape, scales) != CUBLAS_STATUS_SUCCESS ||
+    if (make_product(&product, shape) != CUBLAS_STATUS_SUCCESS ||
         make_preference(&preference, shape) != CUBLAS_STATUS_SUCCESS)
         return false;
     cublasStatus_t status = lt.cublasLtMatmulAlgoGetHeuristic(handle, &product.operation, &product.w, &product.x,
@@ -215,15 +182,9 @@ static bool ask(cublasLtHandle_t handle, const shape_t *shape, const scales_t *s
 
 static uint32_t hash(const shape_t *shape)
 {
-    const int32_t numbers[] = {shape->device,
-                               shape->n,
-                               shape->k,
-                               shape->rows,
-                               shape->heads,
-                               (int32_t)shape->x_dtype,
-                               (int32_t)shape->y_dtype,
-                               shape->alignment,
-                               shape->scales_by_row};
+    const int32_t numbers[] = {
+        shape->device,           shape->n,        shape->k, shape->rows, shape->heads, (int32_t)shape->x_dtype,
+        (int32_t)shape->y_dtype, shape->alignment};
     uint32_t code = 2166136261u;
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) code = (code ^ (uint32_t)numbers[i]) * 16777619u;
     return code ^ code >> 15;
@@ -232,19 +193,18 @@ static uint32_t hash(const shape_t *shape)
 static bool same(const shape_t *a, const shape_t *b)
 {
     return a->device == b->device && a->n == b->n && a->k == b->k && a->rows == b->rows && a->heads == b->heads &&
-           a->x_dtype == b->x_dtype && a->y_dtype == b->y_dtype && a->alignment == b->alignment &&
-           a->scales_by_row == b->scales_by_row;
+           a->x_dtype == b->x_dtype && a->y_dtype == b->y_dtype && a->alignment == b->alignment;
 }
 
 /* Two shapes that meet in one place take turns there: what is asked for anew is the same again. */
-static bool choose(cublasLtHandle_t handle, shape_t shape, const scales_t *scales, cublasLtMatmulAlgo_t *algorithm)
+static bool choose(cublasLtHandle_t handle, shape_t shape, cublasLtMatmulAlgo_t *algorithm)
 {
     shape.rows = rows_like(shape.rows);
     pthread_mutex_lock(&mutex);
     choice_t *choice = &choices[hash(&shape) % MOST_CHOICES];
     if (choice->shape.n == 0 || !same(&choice->shape, &shape)) {
         choice->shape = shape;
-        choice->found = ask(handle, &shape, scales, &choice->algorithm);
+        choice->found = ask(handle, &shape, &choice->algorithm);
     }
     bool found = choice->found;
     *algorithm = choice->algorithm;
@@ -262,7 +222,6 @@ static int32_t alignment_of(const void *w, const void *x, const void *y)
 static bool may_multiply(const epmoei_linear_run_t *run, const epmoei_linear_t *linear)
 {
     if (linear->bias || run->workspace_bytes < WORKSPACE_BYTES) return false;
-    if (run->dtype == EPMOE_F8_E4M3) return linear->format == EPMOE_FORMAT_FP8_BLOCK && run->x_scale && linear->scales;
     return linear->format == epmoei_format_of_dtype(run->dtype);
 }
 
@@ -279,15 +238,13 @@ epmoe_status_t epmoei_linear_cublas(const epmoei_linear_run_t *run, const epmoei
                      .heads = linear->heads,
                      .x_dtype = run->dtype,
                      .y_dtype = y_dtype,
-                     .alignment = alignment_of(linear->weight, x, y),
-                     .scales_by_row = run->scales_by_row};
-    const scales_t scales = {.w = linear->scales, .x = run->x_scale};
+                     .alignment = alignment_of(linear->weight, x, y)};
     const float one = 1, zero = 0;
     cublasLtMatmulAlgo_t algorithm;
     product_t product;
     if (!handle || rows == 0 || !may_multiply(run, linear)) return EPMOE_OK;
-    if (!choose(handle, shape, &scales, &algorithm)) return EPMOE_OK;
-    cublasStatus_t status = make_product(&product, &shape, &scales);
+    if (!choose(handle, shape, &algorithm)) return EPMOE_OK;
+    cublasStatus_t status = make_product(&product, &shape);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = lt.cublasLtMatmul(handle, &product.operation, &one, linear->weight, &product.w, x, &product.x, &zero,
                                    y, &product.y, y, &product.y, &algorithm, run->workspace, (size_t)WORKSPACE_BYTES,

@@ -89,11 +89,6 @@ epmoei_floor_t epmoei_linear_floor(const epmoe_linear_args_t *args)
 
 /* ------------------------------------------------------------------------------------------------------- workspace */
 
-bool epmoei_linear_scales_by_row(const epmoe_linear_args_t *args)
-{
-    return args->x_quant == EPMOE_GRANULARITY_TOKEN || args->weight.group_rows == 1;
-}
-
 epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend)
 {
     epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
@@ -115,14 +110,16 @@ epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *arg
     return gemm;
 }
 
-static void carve_cuda_scales(epmoei_arena_t *arena, const epmoe_linear_args_t *args, epmoei_linear_space_t *space)
+/* What the grouped GEMM has no kernel for there. */
+static epmoe_status_t check_cuda(const epmoe_linear_args_t *args)
 {
-    bool by_row = epmoei_linear_scales_by_row(args), as_is = args->weight.scales_dtype == EPMOE_F32;
-    if (by_row && args->x_quant == EPMOE_GRANULARITY_TENSOR)
-        space->x_rows = epmoei_carve(arena, (int64_t)args->num_tokens * 4);
-    if (!as_is || (by_row && args->weight.group_rows != 1))
-        space->w_rows = epmoei_carve(arena, (by_row ? (int64_t)args->n : 1) * 4);
-    if (args->bias) space->sum = epmoei_carve(arena, (int64_t)args->num_tokens * args->n * 4);
+    if (epmoei_linear_scales_outside(args))
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "x_quant is %d: on CUDA expected 0 or BLOCK128",
+                           (int)args->x_quant);
+    if (args->x_dtype == EPMOE_F8_E4M3)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "x_dtype is F8_E4M3: on CUDA expected x of 16 bits, which is quantised here");
+    return EPMOE_OK;
 }
 
 epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args, epmoe_backend_t backend,
@@ -133,20 +130,16 @@ epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args,
     bool outside = epmoei_linear_scales_outside(args), codes = args->x_dtype == EPMOE_F8_E4M3;
     bool cuda = backend == EPMOE_BACKEND_CUDA;
     *space = (epmoei_linear_space_t){0};
+    if (cuda) EPMOEI_CHECK(check_cuda(args));
     if (outside && !codes) {
         space->codes = epmoei_carve(&arena, elements);
         space->x_scale = epmoei_carve(&arena, epmoei_linear_x_scales(args) * 4);
     }
-    if (cuda && outside) {
-        carve_cuda_scales(&arena, args, space);
-        space->inner_bytes = epmoei_linear_cublas_workspace();
-    } else {
-        epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, backend);
-        if (outside || codes) space->wide = epmoei_carve(&arena, elements * 4);
-        EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, &space->inner_bytes));
-        bool plain = args->weight.format == epmoei_format_of_dtype(args->x_dtype) && !args->bias;
-        if (cuda && plain) space->inner_bytes = epmoei_max64(space->inner_bytes, epmoei_linear_cublas_workspace());
-    }
+    if (outside || codes) space->wide = epmoei_carve(&arena, elements * 4);
+    epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, backend);
+    EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, &space->inner_bytes));
+    bool plain = args->weight.format == epmoei_format_of_dtype(args->x_dtype) && !args->bias;
+    if (cuda && plain) space->inner_bytes = epmoei_max64(space->inner_bytes, epmoei_linear_cublas_workspace());
     space->inner = epmoei_carve(&arena, space->inner_bytes);
     space->bytes = arena.used;
     return EPMOE_OK;

@@ -6,7 +6,7 @@
  *   rounding    once, to y_dtype, behind the bias
  *   quantised   x as epmoe_quantize_fp8 of the same backend has it, bit for bit
  *   edges       any T, N, K >= 1 on the CPU; T = 0 is a no-op
- *   alignment   CPU: element; CUDA: 16 bytes, x_scale 4
+ *   alignment   CPU: element; CUDA: 16 bytes
  *   aliasing    none
  *   NaN         of x or its scale stays in its row of y, of w or its scale in its column
  *
@@ -41,10 +41,7 @@ typedef struct epmoei_linear_space_t {
     uint8_t *codes; /* x as E4M3 [T,K] */
     float *x_scale; /* its scales */
     float *wide;    /* CPU: the values of x [T,K] */
-    float *x_rows;  /* CUDA: scales of x and w row by row, [T] and [N], where they are stored otherwise */
-    float *w_rows;
-    float *sum;  /* CUDA: [T,N], what a bias is added to */
-    void *inner; /* of the product */
+    void *inner;    /* of the product */
     int64_t inner_bytes;
     int64_t bytes; /* of all */
 } epmoei_linear_space_t;
@@ -58,8 +55,6 @@ epmoe_status_t epmoei_linear_place(const epmoe_linear_args_t *args, epmoe_backen
 /* The codes of x and their scales into the workspace. */
 epmoe_status_t epmoei_linear_quantize(const epmoe_linear_args_t *args, epmoe_backend_t backend,
                                       const epmoei_linear_space_t *space, epmoe_stream_t stream);
-/* Whether scales are per row of x or w, so that both have to be; x_quant TENSOR or TOKEN. */
-bool epmoei_linear_scales_by_row(const epmoe_linear_args_t *args);
 
 /* The grouped GEMM with one expert; without pointers to x and the workspace. */
 epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend);
@@ -67,13 +62,6 @@ epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *arg
 epmoe_status_t epmoei_linear_ref(const epmoe_linear_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_linear_cpu(const epmoe_linear_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_t stream);
-
-/* On CUDA. scales[i] = element i of `from`, or element 0 for all with `one`. */
-epmoe_status_t epmoei_linear_spread_sm80(float *scales, int32_t count, const void *from, epmoe_dtype_t dtype, bool one,
-                                         epmoe_stream_t stream);
-/* y = round(sum + bias) of rows [rows,n]. */
-epmoe_status_t epmoei_linear_add_bias_sm80(const float *sum, const float *bias, int64_t rows, int32_t n,
-                                           epmoe_dtype_t y_dtype, void *y, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

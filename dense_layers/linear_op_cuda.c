@@ -32,48 +32,6 @@ static epmoei_linear_t make_linear(const epmoe_linear_args_t *args)
         .n = args->n, .k = args->k, .heads = 1, .format = args->weight.format, .weight = args->weight.data};
 }
 
-/* cuBLASLt takes scales of both sides in fp32, and either one each or one per row. */
-static epmoe_status_t place_scales(const epmoe_linear_args_t *args, const epmoei_linear_space_t *space,
-                                   const float **x_scale, const float **w_scale, epmoe_stream_t stream)
-{
-    const epmoe_weight_t *weight = &args->weight;
-    int32_t count = epmoei_linear_scales_by_row(args) ? args->n : 1;
-    *x_scale = space->codes ? space->x_scale : args->x_scale;
-    *w_scale = weight->scales;
-    if (space->x_rows) {
-        EPMOEI_CHECK(epmoei_linear_spread_sm80(space->x_rows, args->num_tokens, *x_scale, EPMOE_F32, true, stream));
-        *x_scale = space->x_rows;
-    }
-    if (!space->w_rows) return EPMOE_OK;
-    *w_scale = space->w_rows;
-    return epmoei_linear_spread_sm80(space->w_rows, count, weight->scales, weight->scales_dtype,
-                                     weight->group_rows != 1, stream);
-}
-
-/* TENSOR and TOKEN. */
-static epmoe_status_t multiply_codes(const epmoe_linear_args_t *args, const epmoei_linear_space_t *space,
-                                     epmoe_stream_t stream)
-{
-    epmoei_linear_run_t run = make_run(args, space, stream);
-    epmoei_linear_t linear = make_linear(args);
-    bool done;
-    if (space->codes) EPMOEI_CHECK(epmoei_linear_quantize(args, EPMOE_BACKEND_CUDA, space, stream));
-    EPMOEI_CHECK(place_scales(args, space, &run.x_scale, &linear.scales, stream));
-    run.dtype = EPMOE_F8_E4M3;
-    run.scales_by_row = epmoei_linear_scales_by_row(args);
-    EPMOEI_CHECK(epmoei_linear_cublas(&run, &linear, args->num_tokens, space->codes ? space->codes : args->x,
-                                      space->sum ? EPMOE_F32 : args->y_dtype, space->sum ? space->sum : args->y,
-                                      &done));
-    if (!done)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "x_quant is %d: cuBLASLt is not there or has no product of E4M3 with n %d, k %d and scales "
-                           "%s on this device",
-                           (int)args->x_quant, args->n, args->k, run.scales_by_row ? "per row" : "of whole tensors");
-    if (!space->sum) return EPMOE_OK;
-    return epmoei_linear_add_bias_sm80(space->sum, args->bias, args->num_tokens, args->n, args->y_dtype, args->y,
-                                       stream);
-}
-
 epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_t stream)
 {
     epmoei_linear_space_t space;
@@ -84,11 +42,7 @@ epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_
     EPMOEI_CHECK(check_aligned("bias", args->bias, 16));
     EPMOEI_CHECK(check_aligned("y", args->y, 16));
     EPMOEI_CHECK(check_aligned("workspace", args->workspace, 16));
-    if (!epmoei_linear_scales_outside(args) && args->x_dtype == EPMOE_F8_E4M3)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "x_dtype is F8_E4M3 and x_quant BLOCK128: on CUDA expected x of "
-                                                      "16 bits, which is quantised here");
     EPMOEI_CHECK(epmoei_linear_place(args, EPMOE_BACKEND_CUDA, &space));
-    if (epmoei_linear_scales_outside(args)) return multiply_codes(args, &space, stream);
     if (args->x_quant == 0 && !args->bias && args->weight.format == epmoei_format_of_dtype(args->x_dtype) &&
         args->x_dtype != EPMOE_F32) {
         epmoei_linear_run_t run = make_run(args, &space, stream);

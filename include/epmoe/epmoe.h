@@ -656,16 +656,14 @@ EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe
  *   TENSOR,     FP8_BLOCK with group_size -1 and group_rows 1 (a scale per row) or -1 (one for all); scales F32, BF16
  *   TOKEN       or F16
  *   BLOCK128    FP8_BLOCK, as epmoe_grouped_gemm with fp8_activations takes it
- * On CUDA products without a bias are cuBLASLt's where x and w are of one 16-bit type, and those of TENSOR and TOKEN
- * always; which of its ways a size takes is chosen in the first call and remembered. It is loaded at run time. The
- * rest, and what it has no way for, is epmoe_grouped_gemm's with one expert.
+ * On CUDA products without a bias are cuBLASLt's where x and w are of one 16-bit type; which of its ways a size takes is
+ * chosen in the first call and remembered. It is loaded at run time. The rest, and what it has no way for, is
+ * epmoe_grouped_gemm's with one expert.
  * A NaN of x stays in its row of y, one of w in its column. No aliasing. T = 0 is a no-op.
  * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, NULL pointers, a format or a granularity outside the
  * table, E4M3 without x_scale, other x with x_scale but TENSOR, a too small workspace; on the CPU a static x_scale
- * that is not finite and above 0; on CUDA addresses not aligned to 16 bytes, x_scale to 4. NOT_SUPPORTED as in
- * epmoe_grouped_gemm_args_t, on CUDA also for E4M3 with BLOCK128, and for TENSOR and TOKEN without cuBLASLt or where it
- * has no product: K not a multiple of 16, N not one of 16, before compute capability 8.9, and scales per row of x or w
- * on other than 9.0.
+ * that is not finite and above 0; on CUDA addresses not aligned to 16 bytes. NOT_SUPPORTED as in
+ * epmoe_grouped_gemm_args_t, on CUDA also for TENSOR, TOKEN and x of E4M3.
  * Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
 typedef struct epmoe_linear_args_t {
     size_t struct_size;

@@ -4,7 +4,6 @@
 #include "dense_layers/linear_op.h"
 #include "tests/checkcuda/check.h"
 #include "tests/checkcuda/check_fp8.h"
-#include "tests/e4m3_oracle.h"
 
 #include <math.h>
 
@@ -23,21 +22,8 @@ typedef struct shape_t {
     int32_t tokens, n, k;
     epmoe_dtype_t dtype, y_dtype;
     epmoe_granularity_t x_quant; /* 0: weights of dtype */
-    bool codes;                  /* x is E4M3 */
-    bool by_row;                 /* scales of w, with TENSOR and TOKEN */
-    epmoe_dtype_t scales_dtype;
     bool bias;
 } shape_t;
-
-static bool outside(const shape_t *shape)
-{
-    return shape->x_quant == EPMOE_GRANULARITY_TENSOR || shape->x_quant == EPMOE_GRANULARITY_TOKEN;
-}
-
-static void fill_codes(testing_rng_t *rng, uint8_t *codes, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) codes[i] = e4m3_nearest(16.0 * (double)testing_normal(rng));
-}
 
 static void add_weight(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
@@ -47,17 +33,16 @@ static void add_weight(check_case_t *c, testing_rng_t *rng, const shape_t *shape
         check_fill_normal(rng, w, shape->dtype, n * k, 1.0f / sqrtf((float)k));
         return;
     }
-    int64_t scales = !outside(shape) ? check_fp8_scales(128, n, k, false) : shape->by_row ? n : 1;
+    int64_t scales = check_fp8_scales(128, n, k, false);
     void *w = CHECK_ADD(c, epmoe_linear_args_t, weight.data, CHECK_IN, EPMOE_F8_E4M3, n, k, 16);
-    void *of = CHECK_ADD(c, epmoe_linear_args_t, weight.scales, CHECK_IN, shape->scales_dtype, 1, scales, 16);
-    check_fp8_weight(rng, w, n * k, of, shape->scales_dtype, scales, shape->k);
+    void *of = CHECK_ADD(c, epmoe_linear_args_t, weight.scales, CHECK_IN, EPMOE_F32, 1, scales, 16);
+    check_fp8_weight(rng, w, n * k, of, EPMOE_F32, scales, shape->k);
 }
 
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
-    check_case(c, &op, "T %d N %d K %d %s to %s x_quant %d codes %d by row %d scales %s bias %d", shape->tokens,
-               shape->n, shape->k, epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->y_dtype),
-               (int)shape->x_quant, shape->codes, shape->by_row, epmoe_dtype_string(shape->scales_dtype), shape->bias);
+    check_case(c, &op, "T %d N %d K %d %s to %s x_quant %d bias %d", shape->tokens, shape->n, shape->k,
+               epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->y_dtype), (int)shape->x_quant, shape->bias);
     /* The tensor cores add products of E4M3 with about 14 bits. */
     c->tolerance = shape->x_quant ? 5e-3 : 4e-6 + 0x1p-21 * sqrt((double)shape->k);
     epmoe_linear_args_t args = EPMOE_LINEAR_ARGS_INIT;
@@ -65,16 +50,12 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.num_tokens = shape->tokens;
     args.n = shape->n;
     args.k = shape->k;
-    args.x_dtype = shape->codes ? EPMOE_F8_E4M3 : shape->dtype;
+    args.x_dtype = shape->dtype;
     args.y_dtype = shape->y_dtype;
     args.x_quant = shape->x_quant;
     args.weight.struct_size = sizeof args.weight;
     args.weight.format = shape->x_quant ? EPMOE_FORMAT_FP8_BLOCK : epmoei_format_of_dtype(shape->dtype);
-    if (shape->x_quant) args.weight.scales_dtype = shape->scales_dtype;
-    if (outside(shape)) {
-        args.weight.group_size = -1;
-        args.weight.group_rows = shape->by_row ? 1 : -1;
-    }
+    if (shape->x_quant) args.weight.scales_dtype = EPMOE_F32;
     const float some = 1;
     args.bias = shape->bias ? &some : NULL;
     if (epmoe_linear_workspace_size(&args, &args.workspace_bytes) != EPMOE_OK) check_fail(c, "%s", epmoe_last_error());
@@ -82,13 +63,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     memcpy(c->args, &args, sizeof args);
     int64_t tokens = shape->tokens, k = shape->k;
     void *x = CHECK_ADD(c, epmoe_linear_args_t, x, CHECK_IN, args.x_dtype, tokens, k, 16);
-    if (shape->codes) {
-        int64_t scales = shape->x_quant == EPMOE_GRANULARITY_TOKEN ? tokens : 1;
-        float *of = CHECK_ADD(c, epmoe_linear_args_t, x_scale, CHECK_IN, EPMOE_F32, 1, scales, 16);
-        for (int64_t i = 0; i < scales; i++) of[i] = testing_uniform(rng, 0.02f, 0.2f);
-        fill_codes(rng, x, tokens * k);
-    } else
-        check_fill_normal(rng, x, shape->dtype, tokens * k, 1.0f);
+    check_fill_normal(rng, x, shape->dtype, tokens * k, 1.0f);
     add_weight(c, rng, shape);
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_linear_args_t, bias, CHECK_IN, EPMOE_F32, 1, shape->n, 16);
@@ -107,7 +82,6 @@ static void run_one(testing_rng_t *rng, const shape_t *shape)
 }
 
 static const epmoe_dtype_t dtypes[] = {EPMOE_BF16, EPMOE_F16};
-static const epmoe_dtype_t y_dtypes[] = {EPMOE_BF16, EPMOE_F32, EPMOE_F16};
 
 /* Numbers of rows on both sides of every change of cuBLASLt's ways, and widths that it has none for. */
 static void check_plain(testing_rng_t *rng)
@@ -128,22 +102,32 @@ static void check_plain(testing_rng_t *rng)
     check_end();
 }
 
-static void check_codes(testing_rng_t *rng)
+/* Scales that are outside the sum, and codes. */
+static void check_refused(testing_rng_t *rng)
 {
-    const int32_t tokens[] = {1, 2, 15, 64, 130, 257}, widths[][2] = {{16, 16}, {272, 400}, {512, 1024}};
-    check_begin(op.name, "E4M3, scales of tensors, rows, both");
-    for (int32_t i = 0; i < 6 * 3 * 2 * 2 * 2; i += check_step(7)) {
-        shape_t shape = {.tokens = tokens[i % 6],
-                         .n = widths[i / 6 % 3][0],
-                         .k = widths[i / 6 % 3][1],
-                         .dtype = dtypes[i / 3 % 2],
-                         .y_dtype = y_dtypes[i % 3],
-                         .x_quant = i / 18 % 2 ? EPMOE_GRANULARITY_TENSOR : EPMOE_GRANULARITY_TOKEN,
-                         .by_row = i / 36 % 2,
-                         .codes = i / 72 % 2,
-                         .scales_dtype = i % 4 == 3 ? EPMOE_BF16 : EPMOE_F32,
-                         .bias = i % 5 == 0};
-        if (!check_skips((int64_t)shape.tokens * shape.n)) run_one(rng, &shape);
+    static const struct {
+        epmoe_granularity_t x_quant;
+        epmoe_dtype_t x_dtype;
+        const char *message;
+    } refused[] = {{EPMOE_GRANULARITY_TENSOR, EPMOE_BF16, "x_quant is 1"},
+                   {EPMOE_GRANULARITY_TOKEN, EPMOE_BF16, "x_quant is 2"},
+                   {EPMOE_GRANULARITY_BLOCK128, EPMOE_F8_E4M3, "x_dtype is F8_E4M3"}};
+    check_begin(op.name, "what has no kernel");
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        shape_t shape = {.tokens = 5, .n = 128, .k = 128, .dtype = EPMOE_BF16, .y_dtype = EPMOE_BF16};
+        shape.x_quant = EPMOE_GRANULARITY_BLOCK128;
+        check_case_t c;
+        make(&c, rng, &shape);
+        epmoe_linear_args_t args = *(const epmoe_linear_args_t *)(const void *)c.args;
+        args.x_quant = refused[i].x_quant;
+        args.x_dtype = refused[i].x_dtype;
+        if (refused[i].x_quant != EPMOE_GRANULARITY_BLOCK128) args.weight.group_size = args.weight.group_rows = -1;
+        int64_t bytes;
+        epmoe_status_t status = epmoe_linear_workspace_size(&args, &bytes);
+        if (status != EPMOE_ERROR_NOT_SUPPORTED || !strstr(epmoe_last_error(), refused[i].message))
+            check_fail(&c, "status %d, \"%s\": expected NOT_SUPPORTED, \"%s\"", (int)status, epmoe_last_error(),
+                       refused[i].message);
+        check_free(&c);
     }
     check_end();
 }
@@ -159,7 +143,6 @@ static void check_blocks(testing_rng_t *rng)
                                 .dtype = dtypes[i % 2],
                                 .y_dtype = dtypes[i % 2],
                                 .x_quant = EPMOE_GRANULARITY_BLOCK128,
-                                .scales_dtype = EPMOE_F32,
                                 .bias = i % 3 == 0});
     check_end();
 }
@@ -171,15 +154,13 @@ static void refill(check_case_t *c, int32_t round, void *ctx)
     check_fill_normal(&rng, check_find(c, "x")->host, shape->dtype, (int64_t)shape->tokens * shape->k, 1.0f);
 }
 
-static void check_calls(testing_rng_t *rng, bool fp8)
+static void check_calls(testing_rng_t *rng, bool blocks)
 {
     check_begin(op.name, "graphs, alignment");
-    for (int32_t i = 0; i < (fp8 ? 3 : 1); i++) {
+    for (int32_t i = 0; i < (blocks ? 2 : 1); i++) {
         shape_t shape = {.tokens = 40, .n = 256, .k = 512, .dtype = EPMOE_BF16, .y_dtype = EPMOE_BF16};
-        shape.x_quant = i == 0 ? 0 : i == 1 ? EPMOE_GRANULARITY_TOKEN : EPMOE_GRANULARITY_TENSOR;
-        shape.scales_dtype = EPMOE_F32;
-        shape.by_row = true;
-        shape.bias = i == 2;
+        shape.x_quant = i == 0 ? 0 : EPMOE_GRANULARITY_BLOCK128;
+        shape.bias = i == 1;
         check_case_t c;
         make(&c, rng, &shape);
         check_run(&c);
@@ -192,10 +173,9 @@ static void check_calls(testing_rng_t *rng, bool fp8)
 
 void check_linear(testing_rng_t *rng)
 {
-    /* Scales by row are Hopper's alone, and so is the grouped GEMM of codes, of its tier. */
-    bool hopper = epmoei_device_current()->arch == 90;
+    bool blocks = !strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90"); /* by codes of x, that tier's alone */
     check_plain(rng);
-    if (hopper) check_codes(rng);
-    if (!strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) check_blocks(rng);
-    check_calls(rng, hopper);
+    if (blocks) check_blocks(rng);
+    if (blocks) check_refused(rng);
+    check_calls(rng, blocks);
 }
