@@ -33,6 +33,19 @@ int64_t stats_count_wrong(const double *out, const double *ref, int64_t n, doubl
     return wrong;
 }
 
+void stats_add_row(stats_squares_t *squares, const double *out, const double *ref, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        squares->error += (out[i] - ref[i]) * (out[i] - ref[i]);
+        squares->ref += ref[i] * ref[i];
+    }
+}
+
+bool stats_is_far(const stats_squares_t *squares, double most)
+{
+    return !(sqrt(squares->error) <= most * sqrt(squares->ref));
+}
+
 void stats_stages(const double *ends, double *times)
 {
     for (int32_t s = 0; s < EPMOE_STAGE_COUNT; s++) {

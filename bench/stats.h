@@ -14,6 +14,14 @@ double stats_tolerance(epmoe_dtype_t dtype);
  * infinite. The largest error goes to *worst if it is larger; worst NULL = not wanted. */
 int64_t stats_count_wrong(const double *out, const double *ref, int64_t n, double tolerance, double *worst);
 
+/* Squares of many rows: of out - ref, and of ref. */
+typedef struct stats_squares_t {
+    double error, ref;
+} stats_squares_t;
+void stats_add_row(stats_squares_t *squares, const double *out, const double *ref, int64_t n);
+/* Whether the error's norm is more than `most` of the reference's. A NaN is. */
+bool stats_is_far(const stats_squares_t *squares, double most);
+
 /* How long each stage took, from when it ended [EPMOE_STAGE_COUNT] after the run began. Stages follow one another in
  * the order of their ends, whatever that is; one that did not run has a negative end and takes 0. */
 void stats_stages(const double *ends, double *times);

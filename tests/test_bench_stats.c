@@ -35,6 +35,19 @@ Test(bench_stats, a_row_of_zeros_must_be_met_exactly)
     cr_assert_eq(stats_count_wrong(tiny, zero, 2, 0.01, NULL), 1);
 }
 
+Test(bench_stats, many_rows_are_far_by_their_norm)
+{
+    const double ref[2][2] = {{3, 0}, {0, 4}}, out[2][2] = {{3.3, 0}, {0, 4.4}}, spoilt[2] = {NAN, 4};
+    stats_squares_t squares = {0};
+    for (int i = 0; i < 2; i++) stats_add_row(&squares, out[i], ref[i], 2);
+    cr_assert_float_eq(squares.error, 0.25, 1e-12);
+    cr_assert_float_eq(squares.ref, 25, 1e-12);
+    cr_assert(!stats_is_far(&squares, 0.1001));
+    cr_assert(stats_is_far(&squares, 0.0999));
+    stats_add_row(&squares, spoilt, ref[1], 2);
+    cr_assert(stats_is_far(&squares, 1e9));
+}
+
 Test(bench_stats, median)
 {
     double odd[] = {5, 1, 9}, even[] = {4, 10, 1, 2}, one[] = {3};

@@ -71,6 +71,20 @@ Test(bench_decoder, every_family_in_fp32)
         }
 }
 
+/* Single outputs then exceed what other types are held to. */
+Test(bench_decoder, quantised_activations)
+{
+    static const char *const checkpoints[] = {"deepseek_v3_fp8", "qwen3_moe_fp8"};
+    for (int32_t i = 0; i < 8; i++) {
+        char arguments[512];
+        snprintf(arguments, sizeof arguments, "--checkpoint %s/golden/%s --act fp8 --tokens 9 --seed %d%s",
+                 EPMOE_TEST_DATA, checkpoints[i % 2], i, i / 2 % 2 ? " --context 37" : "");
+        json_t *object = run_case(i / 4 * 2, arguments);
+        cr_assert_gt(number(object, "max_rel_err"), 2e-2, "%s: nothing was quantised", arguments);
+        json_decref(object);
+    }
+}
+
 Test(bench_decoder, sixteen_bits_and_windows)
 {
     static const char *const cases[] = {
