@@ -649,21 +649,21 @@ EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe
  *     xq[t,:] = x_quant ? the values of the codes and scales that epmoe_quantize_fp8 makes of x[t,:] : x[t,:]
  *     y[t,n]  = round(sum over K of xq[t,k] * w[n,k] + bias[n], y_dtype)
  * with an fp32 sum, whose order is the kernel's own and on one device the same in every call with these sizes and
- * alignments. x of E4M3 are such codes, and x_scale their scales. With TENSOR and other x, x_scale is the scale to
- * quantise with.
+ * alignments. x of E4M3 holds such codes already, and x_scale their scales. For x of another type x_scale is only taken
+ * with TENSOR, as the static scale to quantise with; without it scales come from x.
  *   x_quant     weight
  *   0           any format that epmoe_grouped_gemm takes with such x; E4M3 weights count as their values
  *   TENSOR,     FP8_BLOCK with group_size -1 and group_rows 1 (a scale per row) or -1 (one for all); scales F32, BF16
  *   TOKEN       or F16
  *   BLOCK128    FP8_BLOCK, as epmoe_grouped_gemm with fp8_activations takes it
- * On CUDA products without a bias are cuBLASLt's where x and w are of one 16-bit type; which of its ways a size takes is
- * chosen in the first call and remembered. It is loaded at run time. The rest, and what it has no way for, is
- * epmoe_grouped_gemm's with one expert.
+ * On CUDA products without a bias go to cuBLASLt, where the process finds it at run time and x and w have the same
+ * 16-bit type; the first call of a size chooses the algorithm, later ones reuse it. Everything else, and what cuBLASLt
+ * has no algorithm for, is epmoe_grouped_gemm's with one expert.
  * A NaN of x stays in its row of y, one of w in its column. No aliasing. T = 0 is a no-op.
- * Errors: INVALID_ARGUMENT for sizes below 1, an unknown enum, NULL pointers, a format or a granularity outside the
- * table, E4M3 without x_scale, other x with x_scale but TENSOR, a too small workspace; on the CPU a static x_scale
- * that is not finite and above 0; on CUDA addresses not aligned to 16 bytes. NOT_SUPPORTED as in
- * epmoe_grouped_gemm_args_t, on CUDA also for TENSOR, TOKEN and x of E4M3.
+ * Errors: INVALID_ARGUMENT for T below 0, N or K below 1, an unknown enum, NULL pointers, a format or a granularity
+ * outside the table, x of E4M3 without x_scale or x_quant, x_scale for x of another type unless x_quant is TENSOR, a
+ * too small workspace; on the CPU a static x_scale that is not finite and above 0; on CUDA addresses not aligned to 16
+ * bytes. NOT_SUPPORTED as in epmoe_grouped_gemm_args_t, on CUDA also for TENSOR, TOKEN and x of E4M3.
  * Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
 typedef struct epmoe_linear_args_t {
     size_t struct_size;
@@ -684,7 +684,7 @@ typedef struct epmoe_linear_args_t {
     int64_t workspace_bytes; /* at least epmoe_linear_workspace_size */
 } epmoe_linear_args_t;
 #define EPMOE_LINEAR_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_linear_args_t)
-/* Of these sizes and types; pointers are not read, but for whether there is a bias. */
+/* For a call with these sizes and types. Pointers are not read, but whether bias is NULL counts. */
 EPMOE_API epmoe_status_t epmoe_linear_workspace_size(const epmoe_linear_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_linear(const epmoe_linear_args_t *args, epmoe_stream_t stream);
 
@@ -1122,16 +1122,15 @@ typedef struct epmoe_ep_config_t {
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
 /* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank), the placement
- * element by element; INVALID_ARGUMENT for a field out of its range, a wire_dtype that is neither of the two and a
- * placement that leaves out an expert too. The communicator must outlive the object. On failure *ep is NULL on every
- * rank.
- * With a placement dispatch still takes experts, and what a rank receives are its physical experts, counted from its
- * first. Of an expert with several copies a token takes the ones on its own rank, if there are any, otherwise those of
- * all ranks: of n, in ascending order, number (t + rank) mod n, t the token's index in the call. So the same call
- * always takes the same copies, and no rank asks another.
- * Bits: a rank sums the experts that it has of a token, and combine adds the ranks' sums, so that y may differ in its
- * last bits between two placements, or when a token moves to another row, as it may between two numbers of ranks. It
- * does not from run to run, nor from transport to transport. */
+ * element by element. INVALID_ARGUMENT for a field out of its range, a wire_dtype that is neither of the two, or a
+ * placement that leaves out an expert. The communicator must outlive the object. On failure *ep is NULL on every rank.
+ * With a placement the ids given to dispatch still name experts; the ids that a rank receives name its physical
+ * experts, counted from its first. Which copy of an expert a token takes: the candidates are the copies on the token's
+ * own rank if there are any, otherwise all copies; of these n, in ascending order, number (t + rank) mod n, t the
+ * token's index in the call. So the same call always takes the same copies, and no rank asks another.
+ * Bits: a rank sums the experts that it has of a token, and combine adds the ranks' sums. So y may differ in its last
+ * bits between two placements, or when a token has another index in the call, as it may between two numbers of ranks;
+ * never from run to run or from transport to transport. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
 /* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
@@ -1154,9 +1153,9 @@ typedef struct epmoe_dispatch_args_t {
     int32_t max_rank_tokens; /* a promise, the same on all ranks: none has more tokens in this dispatch; 0 = none has
                                 more than its max_tokens. Over P2P, where the host knows no counts, what follows is
                                 made for size times as many rows */
-    int64_t *expert_load;    /* optional [E], in the tensors' kind of memory: how many slots of this rank's tokens chose
-                                each expert is added, but with reuse_routing. An error found before rows travel adds
-                                nothing; over P2P the device may find it afterwards */
+    int64_t *expert_load;    /* optional [E], in the tensors' kind of memory: the number of slots of this rank's tokens
+                                that chose each expert is added to what is there; with reuse_routing nothing is. An
+                                error found before rows travel adds nothing; over P2P the device may find one later */
 } epmoe_dispatch_args_t;
 #define EPMOE_DISPATCH_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_dispatch_args_t)
 
@@ -1220,11 +1219,12 @@ EPMOE_API epmoe_dtype_t epmoe_ep_partial_dtype(const epmoe_ep_t *ep);
  *   placement      out [P], as in epmoe_ep_config_t
  * Copies: one of each expert; each further one is of the expert with the most load per copy (equal: fewer copies first,
  * then the lower id) among those that have fewer copies than there are ranks, if any. Ranks: the copies by descending
- * share of load, each to the rank with the least load so far (equal: the lower) that has room and, if there is one, no
- * copy of that expert yet. Within a rank experts ascend. Where the contiguous blocks of epmoe_expert_range(E, size, r)
- * would leave the busiest rank with less, these are kept and filled up with copies that cost it nothing; with P = E
- * also where they are as good. So the busiest rank's load, of copies that share evenly, is at most that without a
- * placement. INVALID_ARGUMENT for a size out of its range or a negative load. */
+ * share of load, each to a rank that has room and, where there is such a one, no copy of that expert yet: of these to
+ * the one with the least load so far (equal: the lower). Within a rank experts ascend. Where the contiguous blocks of
+ * epmoe_expert_range(E, size, r) would leave the busiest rank with less load, the plan is these blocks, filled up with
+ * copies that do not raise it; with P = E also where they are as good. So the busiest rank's load is at most
+ * that without a placement, provided that the copies of an expert share its load evenly.
+ * INVALID_ARGUMENT for a size out of its range or a negative load. */
 EPMOE_API epmoe_status_t epmoe_placement_plan(const int64_t *load, int32_t num_experts, int32_t num_physical,
                                               int32_t size, int32_t *placement);
 
@@ -1271,8 +1271,9 @@ typedef struct epmoe_layer_config_t {
     float router_jitter;          /* SPARSE_MIXER; 0 = 0.01 */
     epmoe_dtype_t wire_dtype;     /* of the routed experts' x, as in epmoe_ep_config_t, with one rank too: 0 = dtype, or
                                      F8_E4M3. Router, shared expert and residual take x as it is */
-    const int32_t *placement; /* as in epmoe_ep_config_t, with one rank too: which physical experts this rank holds, */
-    int32_t num_physical;     /* copies included, for any way of giving it weights */
+    const int32_t *placement; /* as in epmoe_ep_config_t, with one rank too. The weights that a rank gets or loads are
+                                 then those of its physical experts, copies included */
+    int32_t num_physical;     /* as in epmoe_ep_config_t */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -1323,8 +1324,8 @@ EPMOE_API void epmoe_layer_destroy(epmoe_layer_t *layer); /* local; NULL is lega
 /* What a layer takes on one rank, before anything is made. */
 typedef struct epmoe_layer_memory_t {
     size_t struct_size;
-    int32_t first_expert;  /* with a placement the first physical one, */
-    int32_t local_experts; /* and how many of these */
+    int32_t first_expert;  /* of this rank; with a placement its first physical expert */
+    int32_t local_experts; /* experts of this rank; with a placement physical ones */
     int64_t weight_bytes;
     int64_t workspace_bytes;
     int64_t comm_bytes;
@@ -1425,8 +1426,8 @@ typedef struct epmoe_forward_args_t {
     void *const *stage_events; /* optional host [EPMOE_STAGE_COUNT + 1] cudaEvent_t (entries may be NULL), CUDA only:
                                   entry s is recorded where stage s ends, the last entry where forward begins; also
                                   inside a captured graph */
-    int64_t *expert_load;      /* optional [E]: adds how many slots of this rank's tokens chose each expert; see
-                                  epmoe_dispatch_args_t */
+    int64_t *expert_load;      /* optional [E]: the number of slots of this rank's tokens that chose each expert is
+                                  added; see epmoe_dispatch_args_t */
 } epmoe_forward_args_t;
 #define EPMOE_FORWARD_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_forward_args_t)
 
