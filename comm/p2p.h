@@ -62,9 +62,8 @@ typedef struct epmoei_p2p_window_t {
     int64_t capacity;         /* max_rows */
 } epmoei_p2p_window_t;
 
-/* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has, 0
- * where its rows are staged. The
- * other words: its rows for each rank, and max_rank_tokens. */
+/* Word 0 of a header: the rank's status, and from these bits on reuse_routing and how many blocks its send has, 0 where
+ * its rows are staged. The other words: its rows for each rank, and max_rank_tokens. */
 enum { EPMOEI_P2P_REUSE_BIT = 8, EPMOEI_P2P_BLOCKS_BIT = 16 };
 
 /* This rank's own, on the device. */

@@ -238,7 +238,7 @@ static __device__ __forceinline__ slot_t load_slot(const epmoei_p2p_args_t &args
     return {args.ids[at], args.weights[at]};
 }
 
-/* What rank r gets of the slot: the id counts from the first expert there. */
+/* What rank r gets of the slot: an id that counts from the first expert there, or -1 where it is another rank's. */
 static __device__ __forceinline__ slot_t slot_at_rank(const epmoei_p2p_args_t &args, slot_t slot, int32_t r)
 {
     const int32_t first = first_expert(args, r), end = first_expert(args, r + 1);
@@ -268,6 +268,7 @@ static __device__ void send_routing(const epmoei_p2p_args_t &args, const plan_t 
     }
 }
 
+/* A warp: the same in staged words; bit r of `index` as in plain_pieces_t::stage. */
 static __device__ void stage_routing(const epmoei_p2p_args_t &args, const plan_t *plan, uint32_t ranks, uint32_t index,
                                      uint32_t epoch, slot_t slot)
 {

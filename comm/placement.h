@@ -1,5 +1,5 @@
 /* Where the copies of experts are. Ids that a router chose name experts; behind a placement everything works on
- * physical ones, which are copies of experts and lie on ranks in blocks, as experts do without a placement.
+ * physical experts, which are copies of experts and lie on ranks in blocks, as experts do without a placement.
  *
  * Which copy a slot takes is a function of what its own rank knows (expert, token index, rank), so that nothing has to
  * be exchanged: one of the own rank's copies if there are any, which saves a row on the wire, otherwise one of all,
@@ -50,9 +50,9 @@ typedef struct epmoei_placement_t {
     void *memory, *device_memory;
 } epmoei_placement_t;
 
-/* Fields num_physical, of which 0 becomes its default, and placement of a config. */
+/* Checks a config's fields placement and num_physical; a num_physical of 0 becomes its default. */
 epmoe_status_t epmoei_placement_check(const int32_t *placement, int32_t num_experts, int32_t *num_physical);
-/* Of checked fields. Local. */
+/* From fields that epmoei_placement_check has passed; placement is copied. Local. */
 epmoe_status_t epmoei_placement_create(const int32_t *placement, int32_t num_experts, int32_t num_physical,
                                        int32_t size, int32_t rank, epmoe_backend_t backend, epmoei_placement_t **out);
 void epmoei_placement_destroy(epmoei_placement_t *placement); /* NULL is legal */

@@ -189,10 +189,10 @@ static void destroy(epmoe_comm_t *comm)
 
 /* -------------------------------------------------------------------------------------------------------- objects */
 
-/* Alike on all ranks. */
+/* Of each rank, per peer and parity of the epoch; the same on all ranks. */
 static int64_t staged_rows(const epmoe_ep_t *ep) { return EPMOEI_P2P_STAGED / ep->size; }
 
-/* Of a row: pieces of 16 bytes in whole warps, and two for each slot; see comm/p2p_staged.cuh. */
+/* 8-byte words of a row: 4 for each 16 bytes, in whole warps, and 2 for each slot; see comm/p2p_staged.cuh. */
 static int64_t staged_words(const epmoe_ep_t *ep)
 {
     const bool coded = epmoei_ep_is_coded(ep);

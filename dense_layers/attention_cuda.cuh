@@ -89,7 +89,7 @@ __device__ __forceinline__ int32_t first_key(const attention_t &p, int32_t posit
     return p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
 }
 
-/* All of it is asked for at once. */
+/* What a tile needs of its sequence, loaded together so that it costs one way to memory. */
 struct sequence_t {
     int32_t first; /* of its tokens */
     int32_t end;

@@ -30,7 +30,7 @@ epmoei_floor_t epmoei_linear_floor(const epmoe_linear_args_t *args);
 
 /* Scales of x [T,K], 0 where there are none. */
 int64_t epmoei_linear_x_scales(const epmoe_linear_args_t *args);
-/* One product of codes, with scales outside the sum: TENSOR and TOKEN. */
+/* Whether the scales of x are the same over all of K, so that they may be applied behind the sum. */
 static inline bool epmoei_linear_scales_outside(const epmoe_linear_args_t *args)
 {
     return args->x_quant == EPMOE_GRANULARITY_TENSOR || args->x_quant == EPMOE_GRANULARITY_TOKEN;
@@ -49,7 +49,7 @@ typedef struct epmoei_linear_space_t {
 /* base NULL: counts. `backend` is resolved. */
 epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args, epmoe_backend_t backend,
                                     epmoei_linear_space_t *space);
-/* The same in the call's workspace, which must be large enough. */
+/* The same in the call's workspace; INVALID_ARGUMENT when it is too small. */
 epmoe_status_t epmoei_linear_place(const epmoe_linear_args_t *args, epmoe_backend_t backend,
                                    epmoei_linear_space_t *space);
 /* The codes of x and their scales into the workspace. */

@@ -1,4 +1,4 @@
-/* What CUDA kernels share: element access by dtype, warp reductions, launch checks. Inline PTX is in ptx.cuh alone. */
+/* What CUDA kernels share: element access by dtype, warp reductions, launch checks. Inline PTX is in ptx*.cuh alone. */
 #ifndef EPMOEI_CUDA_COMMON_CUH
 #define EPMOEI_CUDA_COMMON_CUH
 

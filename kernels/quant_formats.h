@@ -74,8 +74,8 @@ static inline int64_t epmoei_quant_stored_cols(const epmoei_quant_t *quant)
     return quant->stored_cols ? quant->stored_cols : quant->cols;
 }
 
-/* Leaves rows, or columns, [first, first + count) of the matrix, in place. Columns: why that cannot be done, or NULL.
- */
+/* Each reduces the matrix, in place, to rows or columns [first, first + count). NULL, or why its columns cannot be cut
+ * there: then it is unchanged. */
 void epmoei_quant_take_rows(epmoei_quant_t *quant, int64_t first, int64_t count);
 const char *epmoei_quant_take_cols(epmoei_quant_t *quant, int64_t first, int64_t count);
 

@@ -1,5 +1,5 @@
 /* A layer's routing at once: router product, top-k and, unless tokens and experts are very many, the align of one rank.
- * Only on CUDA, where it is two or three launches; the semantics are those of the ops it replaces.
+ * Only on CUDA, where it is two to four launches; the semantics are those of the ops it replaces.
  *
  * Contract of the kernel:
  *   logits      those of router_gemm.h, fp32; topk.logits, when given, takes their place for the choice

@@ -299,7 +299,7 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
 
 /* -------------------------------------------------------------------------------------------------------- choice */
 
-/* The most common rules: softmax over all experts, nothing added to logits or scores, which nobody else reads. */
+/* The most common rules: softmax over all experts, nothing added to logits or scores, logits not written out. */
 static bool is_plain(const route_params_t &p)
 {
     return p.topk.scoring == EPMOE_SCORING_SOFTMAX && !p.topk.selection_bias && p.topk.topk_group >= p.topk.n_group &&

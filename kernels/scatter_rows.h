@@ -25,8 +25,8 @@ typedef struct epmoei_scatter_rows_args_t {
     epmoe_dtype_t dtype;
     const void *x;               /* [T,K] of dtype: BF16 or F16 */
     const int32_t *places;       /* [T,k] */
-    void *rows;                  /* out [T*k,K] of dtype, or NULL: */
-    epmoei_fp8_rows_t quantised; /* out, T*k rows */
+    void *rows;                  /* out [T*k,K] of dtype; NULL = quantised instead */
+    epmoei_fp8_rows_t quantised; /* out, T*k rows, where `rows` is NULL */
 } epmoei_scatter_rows_args_t;
 
 epmoe_status_t epmoei_scatter_rows_sm90(const epmoei_scatter_rows_args_t *args, epmoe_stream_t stream);

@@ -101,8 +101,8 @@ struct epmoe_layer {
     epmoe_comm_t *own_comm; /* made for a caller without one */
     epmoe_ep_t *ep;         /* NULL for a dense MLP and for one rank */
     epmoe_backend_t backend;
-    int32_t first_expert;  /* physical, */
-    int32_t local_experts; /* and how many of these */
+    int32_t first_expert;  /* physical: the first of this rank */
+    int32_t local_experts; /* physical ones of this rank */
     int64_t max_rows;      /* most rows a dispatch can bring here */
     epmoei_layer_workspace_t workspace;
     void *workspace_memory;
