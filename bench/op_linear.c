@@ -1,5 +1,5 @@
-/* The projection to q, k and v of the model, or as many columns as these heads have: plain, and with an E4M3 weight by
- * x that is quantised: per token with a scale per row, on CUDA in blocks of 128 columns. */
+/* The projection to q, k and v of the model, or as many columns as these heads have: plain, and with an E4M3 weight and
+ * x quantised by the call: x per token and the weight per row, on CUDA both in blocks of 128 columns. */
 #include "bench/heads.h"
 #include "bench/op_job.h"
 

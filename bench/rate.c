@@ -14,7 +14,7 @@ typedef struct traffic_t {
     int64_t stride;
 } traffic_t;
 
-/* ids: of physical experts */
+/* ids [T,k] name physical experts. */
 static void count_own(const bench_case_t *made, const bench_t *bench, const int32_t *ids, int64_t *slots, int64_t *rows)
 {
     int32_t size = bench->program->size, k = bench->config.top_k, num_physical = placement_num_physical(bench);

@@ -64,7 +64,7 @@ static epmoe_status_t check_ids(const epmoe_ep_t *ep, const epmoe_dispatch_args_
 {
     int32_t k = ep->config.top_k, experts = ep->num_experts;
     if (epmoei_ep_is_cuda(ep) && ep->size == 1) return EPMOE_OK; /* the kernels count what is out of range */
-    if (args->reuse_routing && ep->placement) return EPMOE_OK;   /* those of then are used */
+    if (args->reuse_routing && ep->placement) return EPMOE_OK;   /* the placed ids of the routing dispatch are used */
     for (int64_t i = 0; i < (int64_t)args->num_tokens * k; i++)
         if (args->ids[i] < -1 || args->ids[i] >= experts)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "ids[%lld,%lld] is %d: expected -1..%d",
@@ -72,8 +72,8 @@ static epmoe_status_t check_ids(const epmoe_ep_t *ep, const epmoe_dispatch_args_
     return EPMOE_OK;
 }
 
-/* From here on the ids of `own` are physical experts. Where nothing can fail on another rank any more their load is
- * counted too, in the same pass. */
+/* From here on the ids of `own` are physical experts. Where the host does not plan, the load is counted in the same
+ * pass; otherwise count_load does it, once no rank can fail any more. */
 static epmoe_status_t place_ids(epmoe_ep_t *ep, epmoe_dispatch_args_t *own, epmoe_stream_t stream)
 {
     const epmoei_ep_buffers_t *b = &ep->buffers;

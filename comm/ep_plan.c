@@ -155,7 +155,7 @@ static epmoe_status_t agree_on_config(epmoe_ep_t *ep, epmoe_status_t local)
     return epmoei_comm_agree_on(ep->comm, "dispatch config", local, fields, sizeof fields / sizeof fields[0]);
 }
 
-/* Of as many elements on every rank, as many at a time as fit. */
+/* num_physical is the same on every rank already. */
 static epmoe_status_t agree_on_placement(epmoe_comm_t *comm, const int32_t *placement, int32_t num_physical)
 {
     char names[EPMOEI_MAX_AGREED][24];
@@ -241,7 +241,7 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     status = make_buffers(made);
     EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
     EPMOEI_CHECK_GOTO(agree_on_placement(comm, made->config.placement, made->config.num_physical), fail);
-    made->config.placement = NULL; /* the caller's */
+    made->config.placement = NULL; /* the caller's array may go */
     if (epmoei_ep_plans_on_device(made)) EPMOEI_CHECK_GOTO(comm->ops->ep_create(made), fail);
     made->object = comm->num_objects++;
     *ep = made;

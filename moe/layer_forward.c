@@ -341,7 +341,7 @@ static epmoe_status_t round_rows(const forward_t *forward, void *rounded)
     return epmoei_round_rows(forward->layer->backend, &round, forward->stream);
 }
 
-/* One rank: ids as its experts take them, and the load. */
+/* With one rank: ids become physical experts where there is a placement, and the load is counted. */
 static epmoe_status_t place_ids(const forward_t *forward)
 {
     const epmoe_layer_t *layer = forward->layer;

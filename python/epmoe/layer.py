@@ -179,8 +179,8 @@ def _weight_shapes(config, comm):
 
 class Layer(_Handle):
     """A MoE block: router, dispatch, experts, combine, shared expert. Collective over the communicator's ranks; without
-    one a rank alone, on the backend that `auto` is. placement: int32 tensor on the CPU, the expert of each physical
-    expert, of which set_weights takes this rank's."""
+    one a rank alone, on the backend that `auto` is. placement: int32 tensor on the CPU, the same on all ranks: the expert
+    of which each physical expert is a copy. set_weights then takes the weights of this rank's physical experts."""
 
     _destroy = library.epmoe_layer_destroy
 
@@ -222,9 +222,9 @@ class Layer(_Handle):
 
     def forward(self, x, *, out=None, residual=None, logits=None, logits_out=None, ids_out=None, weights_out=None,
                 num_tokens_dev=None, max_rank_tokens=0, expert_load=None, stream=None):
-        """y [T,hidden] of x [T,hidden], both of the layer's dtype. expert_load, int64 [num_experts]: how many slots chose
-        each expert is added. On CUDA it only enqueues on `stream`, and the tensors
-        must live until it has run."""
+        """y [T,hidden] of x [T,hidden], both of the layer's dtype. expert_load, int64 [num_experts]: the number of slots
+        that chose each expert is added to it. On CUDA it only enqueues on `stream`, and the tensors must live until it
+        has run."""
         x = as_tensor(x, stream)
         tokens = x.shape[0] if x.shape else 0
         require(x, (tokens, self.hidden), self.dtype, self.device, "x", False)
