@@ -44,6 +44,22 @@ static void take_cols(epmoei_view_t *view, int64_t first, int64_t count)
     move(view, first * view->col_stride);
 }
 
+/* Whether every part can be taken: the ranks of a group, which do not hear of each other, come to one verdict. */
+static epmoe_status_t check_down(const epmoei_quant_t *down, int32_t size, int64_t count, const char *name)
+{
+    for (int32_t r = 0; r < size; r++) {
+        const int64_t first = r * count;
+        epmoei_quant_t part = *down;
+        const char *obstacle = epmoei_quant_take_cols(&part, first, count);
+        if (obstacle)
+            return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                               "%s down is %s and options.tp_size %d: columns %lld..%lld cannot be taken: %s", name,
+                               epmoe_format_string(down->format), size, (long long)first,
+                               (long long)(first + count - 1), obstacle);
+    }
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoei_slice_expert(epmoei_expert_source_t *expert, int32_t rank, int32_t size, const char *name)
 {
     static const float zero = 0.0f;
@@ -59,12 +75,9 @@ epmoe_status_t epmoei_slice_expert(epmoei_expert_source_t *expert, int32_t rank,
         take_cols(&expert->down, first, count);
         return EPMOE_OK;
     }
-    const char *obstacle = epmoei_quant_take_cols(&expert->down_quant.quant, first, count);
-    if (obstacle)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "%s down is %s and options.tp_size %d: columns %lld..%lld cannot be taken: %s", name,
-                           epmoe_format_string(expert->down_quant.quant.format), size, (long long)first,
-                           (long long)(first + count - 1), obstacle);
+    epmoei_quant_t *down = &expert->down_quant.quant;
+    EPMOEI_CHECK(check_down(down, size, count, name));
+    (void)epmoei_quant_take_cols(down, first, count);
     expert->down.cols = count;
     expert->down_quant.indices = NULL;
     return EPMOE_OK;

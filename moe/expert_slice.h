@@ -10,7 +10,8 @@
 epmoe_status_t epmoei_check_slice(int32_t rank, int32_t size);
 epmoe_status_t epmoei_slice_width(const char *what, int32_t size, int32_t *width);
 /* In place: only views change. The down bias is rank 0's: of others it is zeros, so that the ranks' sum has it once.
- * NOT_SUPPORTED when the storage of a quantised matrix cannot be cut there; `name` is the expert's, for messages. */
+ * NOT_SUPPORTED, for every rank, when the storage of a quantised matrix cannot be cut somewhere; `name` is the
+ * expert's, for messages. */
 epmoe_status_t epmoei_slice_expert(epmoei_expert_source_t *expert, int32_t rank, int32_t size, const char *name);
 
 #endif

@@ -274,8 +274,10 @@ Test(checkpoint_tp, what_cannot_be_cut)
                  {"mixtral", 1, 0, EPMOE_ERROR_INVALID_ARGUMENT, "options.tp_rank is 1"},
                  {"mixtral", 0, -2, EPMOE_ERROR_INVALID_ARGUMENT, "options.tp_size is -2"},
                  {"qwen3_moe_awq", 1, 2, EPMOE_ERROR_NOT_SUPPORTED, "cuts its groups"},
+                 {"qwen3_moe_awq", 0, 2, EPMOE_ERROR_NOT_SUPPORTED, "cuts its groups"}, /* another rank's */
                  {"gpt_oss_mxfp4", 0, 2, EPMOE_ERROR_NOT_SUPPORTED, "cuts its groups"},
                  {"qwen3_moe_gptq_v2_g128", 1, 96, EPMOE_ERROR_NOT_SUPPORTED, "words of eight"},
+                 {"qwen3_moe_gptq_v2_g128", 0, 96, EPMOE_ERROR_NOT_SUPPORTED, "words of eight"},
                  {"deepseek_v3_gptq_actorder", 1, 2, EPMOE_ERROR_NOT_SUPPORTED, "g_idx"}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char path[512];
