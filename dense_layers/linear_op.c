@@ -42,6 +42,7 @@ static epmoe_status_t check_shape(const epmoe_linear_args_t *args, epmoe_linear_
     EPMOEI_CHECK(epmoei_check_range("num_tokens", out->num_tokens, 0, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("n", out->n, 1, INT32_MAX));
     EPMOEI_CHECK(epmoei_check_range("k", out->k, 1, INT32_MAX));
+    EPMOEI_CHECK(epmoei_check_volume("x", out->num_tokens, out->k, 1));
     EPMOEI_CHECK(epmoei_check_range("x_quant", (int32_t)out->x_quant, 0, EPMOE_GRANULARITY_BLOCK128));
     EPMOEI_CHECK(epmoei_check_range("reserved", out->reserved, 0, 0));
     bool codes = out->x_dtype == EPMOE_F8_E4M3;

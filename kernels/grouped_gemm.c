@@ -25,6 +25,14 @@ static epmoe_status_t check_flag(const char *name, int32_t value)
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %d: expected 0 or 1", name, value);
 }
 
+static epmoe_status_t check_volumes(const epmoe_grouped_gemm_args_t *args)
+{
+    const int64_t rows = epmoei_max64(args->max_rows, args->num_slots);
+    EPMOEI_CHECK(epmoei_check_volume("weight", args->num_experts, args->n, args->k));
+    EPMOEI_CHECK(epmoei_check_volume("x", rows, args->k, 1));
+    return epmoei_check_volume("y", rows, args->n, 1);
+}
+
 /* Sizes and enums, what a workspace query needs; `out` is normalised. */
 static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out)
 {
@@ -45,6 +53,7 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
     if (out->num_slots % out->x_row_divisor)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_slots is %d: expected a multiple of x_row_divisor (%d)",
                            out->num_slots, out->x_row_divisor);
+    EPMOEI_CHECK(check_volumes(out));
     if (!epmoei_dtype_is_float(out->x_dtype) || !epmoei_dtype_is_float(out->y_dtype))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype is %d and y_dtype is %d: expected F32, BF16 or F16",
                            (int)out->x_dtype, (int)out->y_dtype);

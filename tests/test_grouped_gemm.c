@@ -450,6 +450,9 @@ Test(grouped_gemm, bad_arguments_name_themselves_and_write_nothing)
     REFUSED(args.num_experts = 4097, EPMOE_ERROR_INVALID_ARGUMENT, "4097");
     REFUSED(args.k = 0, EPMOE_ERROR_INVALID_ARGUMENT, "k is 0");
     REFUSED(args.n = 3, EPMOE_ERROR_INVALID_ARGUMENT, "n is 3");
+    REFUSED(args.n = args.k = INT32_MAX - 1, EPMOE_ERROR_INVALID_ARGUMENT, "weight is [");
+    REFUSED(args.max_rows = args.k = INT32_MAX, EPMOE_ERROR_INVALID_ARGUMENT, "x is [");
+    REFUSED(args.max_rows = args.n = INT32_MAX - 1, EPMOE_ERROR_INVALID_ARGUMENT, "y is [");
     REFUSED(args.max_rows = -1, EPMOE_ERROR_INVALID_ARGUMENT, "max_rows is -1");
     REFUSED(args.x = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "x is NULL");
     REFUSED(args.y = NULL, EPMOE_ERROR_INVALID_ARGUMENT, "y is NULL");

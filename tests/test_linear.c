@@ -397,6 +397,7 @@ Test(linear, rejected_calls_write_nothing)
     INVALID("num_tokens", bad.num_tokens = -1);
     INVALID("n is 0", bad.n = 0);
     INVALID("k is 0", bad.k = 0);
+    INVALID("x is [2147483647,2147483647,1]: its size overflows", bad.num_tokens = bad.k = INT32_MAX);
     INVALID("x_dtype", bad.x_dtype = EPMOE_I32);
     INVALID("y_dtype", bad.y_dtype = EPMOE_F8_E4M3);
     INVALID("x_quant", bad.x_quant = (epmoe_granularity_t)4);
@@ -420,6 +421,10 @@ Test(linear, rejected_calls_write_nothing)
     int64_t bytes = -7;
     epmoe_linear_args_t wrong = args;
     wrong.n = 0;
+    cr_assert_eq(epmoe_linear_workspace_size(&wrong, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert_eq(bytes, -7);
+    wrong.n = 4;
+    wrong.num_tokens = wrong.k = INT32_MAX;
     cr_assert_eq(epmoe_linear_workspace_size(&wrong, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
     cr_assert_eq(bytes, -7);
 
