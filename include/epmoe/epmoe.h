@@ -1380,8 +1380,8 @@ typedef struct epmoe_load_options_t {
      * shared_intermediate are those of the checkpoint divided by tp_size. The caller adds the y of the tp_size layers;
      * what must be in that sum once, the residual, only one of them gets, and of the down biases rank 0 alone has them.
      * tp_size 0 = 1: everything. The same on all ranks of the layer's communicator. A width that tp_size does not
-     * divide, or tp_rank outside 0..tp_size-1: INVALID_ARGUMENT; groups of scales of a quantised down that a part would
-     * cut: NOT_SUPPORTED. */
+     * divide, or tp_rank outside 0..tp_size-1: INVALID_ARGUMENT; groups of scales of a quantised down that any of the
+     * parts would cut: NOT_SUPPORTED, for each of them. */
     int32_t tp_rank;
     int32_t tp_size;
 } epmoe_load_options_t;
