@@ -17,6 +17,9 @@
 extern "C" {
 #endif
 
+/* Most tokens of a call: blocks of two, as many as a grid has in its second dimension. */
+enum { EPMOEI_SCATTER_MOST_TOKENS = 2 * 65535 };
+
 typedef struct epmoei_scatter_rows_args_t {
     int32_t num_tokens;
     const int32_t *num_tokens_dev; /* NULL = num_tokens */

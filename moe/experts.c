@@ -21,7 +21,7 @@ typedef struct plan_t {
     int32_t *sorted_ids; /* [chunk*k] */
     int32_t *num_post_padded;
     int32_t *expert_offsets; /* [E+1] */
-    int32_t *places;         /* [chunk*k], or NULL where products take rows in any order */
+    int32_t *places;         /* [chunk*k], or NULL: nothing is scattered */
     void *h;                 /* [chunk*k, f] of dtype */
     bool h_quantised;        /* h_rows in place of h */
     epmoei_fp8_rows_t h_rows;
@@ -127,7 +127,8 @@ static epmoe_grouped_gemm_args_t gemm2_args(const epmoe_experts_args_t *args, co
 static bool wants_sorted(const epmoe_grouped_gemm_args_t *gemm1, int64_t gemm1_bytes, const plan_t *plan)
 {
     const int64_t row_bytes = (int64_t)gemm1->k * epmoe_dtype_size(gemm1->x_dtype);
-    return plan->h_quantised || (gemm1_bytes >= gemm1->max_rows * row_bytes && !gemm1->weight.g_idx);
+    return plan->h_quantised ||
+           (gemm1_bytes >= gemm1->max_rows * row_bytes && !gemm1->fp8_activations && !gemm1->weight.g_idx);
 }
 
 /* The one place where the workspace is laid out; base NULL counts. */
@@ -160,7 +161,8 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     plan->sorted_ids = epmoei_carve(&arena, slots * 4);
     plan->num_post_padded = epmoei_carve(&arena, 4);
     plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
-    if (kernels->scatter_rows && wants_sorted(&gemm1, gemm1_bytes, plan))
+    if (kernels->scatter_rows && plan->chunk_tokens <= EPMOEI_SCATTER_MOST_TOKENS &&
+        wants_sorted(&gemm1, gemm1_bytes, plan))
         plan->places = epmoei_carve(&arena, slots * 4);
     int64_t h_bytes = plan->h_quantised ? epmoei_fp8_rows_layout(NULL, slots, args->intermediate, &plan->h_rows)
                                         : slots * args->intermediate * epmoe_dtype_size(args->dtype);
