@@ -62,9 +62,10 @@ __device__ __forceinline__ void give_part(const epilogue_t &e, finished_t<kMaxN>
 template <int kMaxN>
 __device__ __forceinline__ void offer_part(const epilogue_t &e, finished_t<kMaxN> &done, ring_t &parts)
 {
-    if (done.next < done.parts &&
-        ptx_mbarrier_try_wait(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1))
-        give_part(e, done, parts);
+    if (done.next >= done.parts) return;
+    const bool empty = ptx_mbarrier_try_wait(ptx_shared_address(&e.barriers->empty[parts.stage]), parts.parity ^ 1);
+    /* Lanes may get different answers, and a warp stores its matrices together. */
+    if (__all_sync(0xFFFFFFFFu, empty)) give_part(e, done, parts);
 }
 
 template <int kMaxN>
