@@ -26,9 +26,7 @@
  *           integers. MXFP4: the bits are spread so that few operations make bf16 of them, see epmoei_mxfp4_bits.
  *   scales  [E][tile][G][64] of scales_dtype, G = ceil(K/g), the 64 in pairs: place 16 s + 2 i + h is device row
  *           16 s + 8 h + i of the tile (s the 16-row part, i = lane/4), so that one load gives a lane both of its rows.
- *   zeros   W4: bytes 0..15 in the order of the scales, or NULL = 8. MXFP4: [E][tile], 1 where a scale code is above
- *           128 and 0 elsewhere, or NULL = it may be in any tile: to kernels that care a hint, as those tiles are
- *           slower
+ *   zeros   W4: bytes 0..15 in the order of the scales, or NULL = 8
  *   g_idx   [E,K] or NULL: stored column j multiplies column g_idx[j] of x. One order for gate and up rows
  *
  * bias [E,N], gated with PACKED: 2i gate, 2i+1 up, whatever the format.

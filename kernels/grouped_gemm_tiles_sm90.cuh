@@ -34,8 +34,7 @@ struct tile_t {
 /* What the scout hands to the consumers; the arrays of max_n follow. */
 struct notes_t {
     tile_t tile;   /* width 0: no more tiles */
-    int32_t large; /* MXFP4: some scale of the block's weight rows may be larger than 2 */
-    int32_t padding;
+    int32_t padding[2];
 };
 
 /* kNotes: tiles that are looked up ahead. */

@@ -2,12 +2,11 @@
  * the scale's rounding to bf16, the product rounded to bf16, whichever of the ways below makes it.
  * MXFP4 is exact. The bits of a code are 2^-126 times its value, since only there bf16 is subnormal as E2M1 is, so that
  * what multiplies them is 2^126 times the scale: more than bf16 has for scales above 2 (codes above 128). No weight of
- * a trained model is that large, so two kinds share the work: MXFP4 multiplies once and takes tiles without such a
- * scale, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any.
- * W4 of small scales, which is what weights have, takes the same road where instructions count: the eight lowest bits
- * of bf16 alone are 2^-133 times the integer that they hold. So codes in the four lowest bits or in the next four need
- * no base that would have to be taken away again, one shift serves both pairs, and without zero points, where 8 scales
- * are exact in bf16, one operation makes the weight: code * scale - 8 * scale. */
+ * a trained model is that large; where one is, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any.
+ * W4 of small scales, which is what weights have, takes the same road: the eight lowest bits of bf16 alone are 2^-133
+ * times the integer that they hold. So codes in the four lowest bits or in the next four need no base that would have
+ * to be taken away again, one shift serves both pairs, and without zero points, where 8 scales are exact in bf16, one
+ * operation makes the weight: code * scale - 8 * scale. */
 #ifndef EPMOEI_GROUPED_GEMM_W4_CODES_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_W4_CODES_SM90_CUH
 
@@ -18,12 +17,12 @@ namespace
 {
 
 /* How scales lie: W4 with a group for whole blocks of 64 columns, W4 with two groups in a block, MXFP4, which always
- * has two. _ZEROS and _LARGE are for the loop over K alone, not for the kernel. */
-enum kind_t { W4_LONG, W4_SHORT, MXFP4, W4_LONG_ZEROS, W4_SHORT_ZEROS, MXFP4_LARGE };
+ * has two. _ZEROS and _LARGE are of loops over K, not of a kernel. */
+enum kind_t { W4_LONG, W4_SHORT, MXFP4, W4_LONG_ZEROS, MXFP4_LARGE };
 
 template <kind_t kKind> constexpr bool kIsMxfp4 = kKind == MXFP4 || kKind == MXFP4_LARGE;
 template <kind_t kKind> constexpr bool kIsLong = kKind == W4_LONG || kKind == W4_LONG_ZEROS;
-template <kind_t kKind> constexpr bool kHasZeros = kKind == W4_LONG_ZEROS || kKind == W4_SHORT_ZEROS;
+template <kind_t kKind> constexpr bool kHasZeros = kKind == W4_LONG_ZEROS;
 
 /* Pairs in bf16: of this thread's two rows in 64, lane/4 and 8 below. */
 struct group_t {
@@ -64,6 +63,9 @@ template <kind_t kKind> __device__ __forceinline__ uint32_t spread_exponents(uin
     if (kKind == MXFP4) return (codes + 0x007E007Eu) << 7;
     return __vmaxu2(codes << 7, 0x00400040u) | (codes + 0x00010001u) >> 2 & 0x00400040u;
 }
+
+/* Two zeros of W4, in the lower bytes, as 128 + zero. */
+__device__ __forceinline__ uint32_t spread_zeros(uint32_t bytes) { return __byte_perm(bytes, 0x43, 0x4140); }
 
 /* base: bf16's 128 twice, in a register: an instruction takes one constant alone. */
 template <kind_t kKind>
@@ -135,21 +137,13 @@ template <kind_t kKind, typename Cut> struct places_t {
     {
         ptx_load_shared_16(words, stage + codes + (t * Cut::kDepth + depth) * EPMOEI_TILE_BYTES);
     }
-    /* Whether a scale of this warpgroup's first two groups is large. Each warp looks at those of all 64 rows, a lane at
-     * two pairs: products are begun by a warpgroup, whose warps must go the same way. */
-    __device__ __forceinline__ bool has_large(const weights_t &w, const shared_layout_t &layout, uint32_t stage) const
-    {
-        const uint32_t lane = threadIdx.x % 32, first = pair / (kSlots * kPairs) * (kSlots * kPairs) + 2 * lane;
-        uint32_t scales[2];
-        load_scales(scales, w, stage + layout.scales + first * w.pair_bytes, w.pair_bytes);
-        return __any_sync(0xFFFFFFFFu, is_large(scales[0]) | is_large(scales[1]));
-    }
+    __device__ __forceinline__ uint32_t place(int t, int slot) const { return pair + (t * kSlots + slot) * kPairs; }
     /* kCount groups from `slot` on. */
     template <int kCount>
     __device__ __forceinline__ void load_groups(group_t (&groups)[kCount], const weights_t &w,
                                                 const shared_layout_t &layout, uint32_t stage, int t, int slot) const
     {
-        const uint32_t place = pair + (t * kSlots + slot) * kPairs;
+        const uint32_t place = this->place(t, slot);
         uint32_t scales[kCount];
         if constexpr (kIsMxfp4<kKind>) {
 #pragma unroll
@@ -159,12 +153,12 @@ template <kind_t kKind, typename Cut> struct places_t {
             return;
         }
         load_scales(scales, w, stage + layout.scales + place * w.pair_bytes, kPairs * w.pair_bytes);
-        const bool zeros = Cut::kFew ? kHasZeros<kKind> : w.zeros != nullptr;
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
-            const uint32_t bytes = zeros ? ptx_load_shared_2(stage + layout.zeros + (place + i * kPairs) * 2) : 0x0808u;
+            const uint32_t bytes =
+                w.zeros ? ptx_load_shared_2(stage + layout.zeros + (place + i * kPairs) * 2) : 0x0808u;
             groups[i].scale = scales[i];
-            groups[i].zero = __byte_perm(bytes, 0x43, 0x4140);
+            groups[i].zero = spread_zeros(bytes);
         }
     }
     __device__ __forceinline__ void load_group(group_t &group, const weights_t &w, const shared_layout_t &layout,
@@ -185,11 +179,12 @@ template <kind_t kKind, typename Cut> struct codes_t {
     uint32_t base;
     int32_t left; /* W4_LONG: blocks until the next group begins; else groups from this stage on */
 
-    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
+    /* From block `first` on, which begins a stage and, W4_LONG, a group. */
+    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread, int32_t first)
     {
         places.begin(b, thread);
         base = w.base;
-        left = kKind == W4_LONG ? 0 : w.groups;
+        left = kKind == W4_LONG ? 0 : w.groups - 2 * first;
     }
     __device__ __forceinline__ void load_words(uint32_t stage, int depth)
     {
@@ -224,14 +219,98 @@ template <kind_t kKind, typename Cut> struct codes_t {
     }
 };
 
-/* The loop of few tokens, of one tile a warpgroup. Stages that are full and have groups of 128 columns and small
- * scales, or those of MXFP4, are taken as a whole, without a branch; others block by block. */
+/* The loop over stages that are full, of W4 with groups of 128 columns and scales of 16 bits, and of MXFP4: the words
+ * of the next block and the scales of the next group are loaded while the tensor cores run, also across stages. */
+template <kind_t kKind, typename Cut> struct whole_codes_t {
+    static constexpr int kTiles = Cut::kTiles, kDepth = Cut::kDepth;
+    static constexpr bool kMx = kIsMxfp4<kKind>;
+    static_assert(kDepth % 2 == 0, "a stage begins with a group");
+    static constexpr int kGroups = kMx ? 2 : 1; /* that begin with a block, if any do */
+    places_t<kKind, Cut> places;
+    uint32_t words[kTiles][4];
+    uint32_t scales[kTiles][kGroups]; /* as loaded */
+    uint32_t zeros[kTiles];
+    group_t groups[kTiles][kGroups]; /* of the block that is made */
+    uint32_t base;
+    bool large; /* whether one of them is too large for the short way, in this warp */
+
+    __device__ __forceinline__ static bool begins_group(int depth) { return kMx || depth % 2 == 0; }
+    __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
+    {
+        places.begin(b, thread);
+        base = w.base;
+    }
+    /* Block `depth` of a stage. */
+    __device__ __forceinline__ void load(const shared_layout_t &layout, uint32_t stage, int depth)
+    {
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+            places.load_words(words[t], stage, t, depth);
+            if (!begins_group(depth)) continue;
+            const uint32_t place = places.place(t, kMx ? 2 * depth : depth / 2);
+#pragma unroll
+            for (int i = 0; i < kGroups; i++)
+                scales[t][i] = kMx ? ptx_load_shared_2(stage + layout.scales + (place + i * places.kPairs) * 2)
+                                   : ptx_load_shared_4(stage + layout.scales + place * 4);
+            if (kHasZeros<kKind>) zeros[t] = ptx_load_shared_2(stage + layout.zeros + place * 2);
+        }
+    }
+    /* Before block `depth` is made. */
+    __device__ __forceinline__ void take_groups(const weights_t &w, int depth)
+    {
+        if (!begins_group(depth)) return;
+        uint32_t too_large = 0;
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+            if (kMx) {
+#pragma unroll
+                for (int i = 0; i < kGroups; i++) {
+                    too_large |= scales[t][i] & 0x8080u; /* 2 and more */
+                    groups[t][i].scale = spread_exponents<MXFP4>(scales[t][i]);
+                }
+                continue;
+            }
+            if (w.scales_dtype == EPMOE_F16)
+                scales[t][0] = pack_pair(quant_scale(scales[t][0] & 0xFFFF, EPMOE_F16),
+                                         quant_scale(scales[t][0] >> 16, EPMOE_F16), __nv_bfloat16());
+            too_large |= is_large(scales[t][0]);
+            groups[t][0].scale = scales[t][0];
+            groups[t][0].zero = kHasZeros<kKind> ? spread_zeros(zeros[t]) : 0;
+            make_small<kHasZeros<kKind>>(groups[t][0]);
+        }
+        large = __any_sync(0xFFFFFFFFu, too_large != 0);
+    }
+    /* kSteps times 16 columns, from the 16 of number `first` on, of the block whose words are here. */
+    template <int kSteps> __device__ __forceinline__ void make(uint32_t (&a)[kSteps][kTiles][4], int first) const
+    {
+        if (large) {
+#pragma unroll
+            for (int i = 0; i < kSteps * kTiles; i++) {
+                const int t = i % kTiles, s = first + i / kTiles;
+                group_t group;
+                group.scale = kMx ? spread_exponents<MXFP4_LARGE>(scales[t][s / 2 % kGroups]) : scales[t][0];
+                group.zero = kMx ? 0 : spread_zeros(kHasZeros<kKind> ? zeros[t] : 0x0808u);
+                dequantise<kMx ? MXFP4_LARGE : kKind>(a[i / kTiles][t], words[t][s], group, base);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kSteps * kTiles; i++) {
+                const int t = i % kTiles, s = first + i / kTiles;
+                if constexpr (kMx)
+                    dequantise<MXFP4>(a[i / kTiles][t], words[t][s], groups[t][s / 2 % kGroups], base);
+                else
+                    dequantise_small<kHasZeros<kKind>>(a[i / kTiles][t], words[t][s], groups[t][0]);
+            }
+        }
+    }
+};
+
+/* What is left for few tokens, of one tile a warpgroup: any stage, block by block. */
 template <kind_t kKind, typename Cut> struct few_codes_t {
-    static_assert(Cut::kTiles == 1 && Cut::kDepth == 4, "what a whole stage has");
-    static constexpr bool kMayBeWhole = kIsLong<kKind> || kKind == MXFP4;
+    static_assert(Cut::kTiles == 1, "one tile's groups");
     places_t<kKind, Cut> places;
     uint32_t words[4];
-    group_t groups[2]; /* taken as a whole: of the stage, MXFP4 of a block; else the first is what the block needs */
+    group_t group;
     uint32_t base;
     int32_t left; /* W4_LONG: blocks until the next group begins */
     int32_t slot; /* W4_LONG: of the next group that begins in this stage */
@@ -240,45 +319,17 @@ template <kind_t kKind, typename Cut> struct few_codes_t {
     {
         places.begin(b, thread);
         base = w.base;
-        left = slot = 0;
+        left = 0;
     }
-    __device__ __forceinline__ void load_words(uint32_t stage, int depth) { places.load_words(words, stage, 0, depth); }
-
-    /* Whether the stage that begins with `block` may be taken as a whole. W4: its groups then are. */
-    __device__ __forceinline__ bool begin_whole(const weights_t &w, const shared_layout_t &layout, uint32_t stage,
-                                                int block)
+    /* Block `depth` of a stage, `block` of all. */
+    __device__ __forceinline__ void make(uint32_t (&a)[4][4], const weights_t &w, const shared_layout_t &layout,
+                                         uint32_t stage, int depth, int block)
     {
-        if (!kMayBeWhole || block + Cut::kDepth > w.blocks) return false;
-        if (kIsMxfp4<kKind>) return 2 * (block + Cut::kDepth) <= w.groups;
-        if (w.group_blocks != 2) return false;
-        if (places.has_large(w, layout, stage)) return false;
-        places.load_groups(groups, w, layout, stage, 0, 0);
-        make_small<kHasZeros<kKind>>(groups[0]);
-        make_small<kHasZeros<kKind>>(groups[1]);
-        return true;
-    }
-    /* Block `depth` of it, whose words are there, and the words of the next one. */
-    __device__ __forceinline__ void make_next(uint32_t (&a)[4][4], const weights_t &w, const shared_layout_t &layout,
-                                              uint32_t stage, int depth)
-    {
-        if (kIsMxfp4<kKind>) places.load_groups(groups, w, layout, stage, 0, 2 * depth);
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            if constexpr (kIsMxfp4<kKind>)
-                dequantise<kKind>(a[s], words[s], groups[s / 2], base);
-            else
-                dequantise_small<kHasZeros<kKind>>(a[s], words[s], groups[depth / 2]);
-        }
-        if (depth + 1 < Cut::kDepth) load_words(stage, depth + 1);
-    }
-
-    /* Block `depth` of any stage, `block` of all, whose words are there. */
-    __device__ __forceinline__ void make_any(uint32_t (&a)[4][4], const weights_t &w, const shared_layout_t &layout,
-                                             uint32_t stage, int depth, int block)
-    {
+        places.load_words(words, stage, 0, depth);
         if (kIsLong<kKind>) {
+            if (depth == 0) slot = 0;
             if (left == 0) {
-                places.load_group(groups[0], w, layout, stage, 0, slot++);
+                places.load_group(group, w, layout, stage, 0, slot++);
                 left = w.group_blocks;
             }
             left--;
@@ -287,10 +338,10 @@ template <kind_t kKind, typename Cut> struct few_codes_t {
         for (int half = 0; half < 2; half++) {
             /* Behind the last column x is 0, and what it meets must be finite: the first group of a block is. */
             if (!kIsLong<kKind>)
-                places.load_group(groups[0], w, layout, stage, 0,
+                places.load_group(group, w, layout, stage, 0,
                                   min(2 * depth + half, w.groups - 1 - 2 * (block - depth)));
-            dequantise<kKind>(a[2 * half], words[2 * half], groups[0], base);
-            dequantise<kKind>(a[2 * half + 1], words[2 * half + 1], groups[0], base);
+            dequantise<kKind>(a[2 * half], words[2 * half], group, base);
+            dequantise<kKind>(a[2 * half + 1], words[2 * half + 1], group, base);
         }
     }
 };

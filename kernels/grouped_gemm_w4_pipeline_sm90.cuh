@@ -13,21 +13,26 @@ constexpr int kMostStages = 16;
 static_assert(kBlockK == EPMOEI_TILE_COLS, "x comes in the blocks of the codes");
 
 /* kGroups: warpgroups that consume. kTiles: of 64 weight rows, for each of them. kMaxN: most tokens. kDepth: blocks of
- * 64 columns in a stage. kFew: which loop over K. kCluster: blocks that share their tokens, 1 or 2. kStep: widths are
- * multiples of it. kRegisters: of a consumer's thread, and of a producer's; all together no more than the block starts
- * with, as no others come free. */
+ * 64 columns in a stage. kFew: which loop over K. kCluster: blocks that share their tokens, 1 or 2. kBlocks: that share
+ * an SM. kStep: widths are multiples of it. kRegisters: of a consumer's thread, and of a producer's; all together no
+ * more than the block starts with, as no others come free. */
+struct pair_t {
+    static constexpr int kGroups = 2, kTiles = 1, kMaxN = 16, kDepth = 4, kCluster = 1, kStep = 8, kBlocks = 2;
+    static constexpr int kRegisters = 96, kProducerRegisters = 48;
+    static constexpr bool kFew = true;
+};
 struct narrow_t {
-    static constexpr int kGroups = 4, kTiles = 1, kMaxN = 32, kDepth = 4, kCluster = 1, kStep = 8;
+    static constexpr int kGroups = 4, kTiles = 1, kMaxN = 32, kDepth = 4, kCluster = 1, kStep = 8, kBlocks = 1;
     static constexpr int kRegisters = 104, kProducerRegisters = 56;
     static constexpr bool kFew = true;
 };
 struct middle_t {
-    static constexpr int kGroups = 2, kTiles = 2, kMaxN = 128, kDepth = 2, kCluster = 1, kStep = 16;
+    static constexpr int kGroups = 2, kTiles = 2, kMaxN = 112, kDepth = 2, kCluster = 1, kStep = 16, kBlocks = 1;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
     static constexpr bool kFew = false;
 };
 struct wide_t {
-    static constexpr int kGroups = 2, kTiles = 1, kMaxN = 256, kDepth = 1, kCluster = 2, kStep = 16;
+    static constexpr int kGroups = 2, kTiles = 1, kMaxN = 256, kDepth = 1, kCluster = 2, kStep = 16, kBlocks = 1;
     static constexpr int kRegisters = 224, kProducerRegisters = 56;
     static constexpr bool kFew = false;
 };
@@ -41,13 +46,12 @@ template <typename Cut> constexpr int kCutTiles = Cut::kGroups *Cut::kTiles;
 struct weights_t {
     const char *data;
     const char *scales;
-    const char *zeros;    /* W4; NULL = 8 */
-    const uint8_t *large; /* MXFP4: a byte for each tile of all experts, not 0 where a scale may be larger than 2; NULL:
-                             it may be in any */
-    int32_t tiles;        /* of 64 rows, of an expert */
-    int32_t blocks;       /* of 64 columns */
+    const char *zeros; /* W4; NULL = 8 */
+    int32_t tiles;     /* of 64 rows, of an expert */
+    int32_t blocks;    /* of 64 columns */
     int32_t groups;
     int32_t group_blocks; /* blocks of a group; 0 when a block has two groups */
+    int32_t whole;        /* blocks that whole_codes_t takes, in whole stages */
     int32_t scales_bytes; /* of 64 rows and one group */
     int32_t pair_bytes;   /* of the scales of two rows */
     epmoe_dtype_t scales_dtype;

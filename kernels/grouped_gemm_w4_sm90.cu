@@ -7,14 +7,15 @@
  *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
- *   consumers      four warpgroups of 64 weight rows each, or two of 128 or 64
+ *   consumers      two or four warpgroups of 64 weight rows each, or two of 128
  *   storers        two warps, which take the consumers' finished outputs from shared memory to y
- * Three cuts of it. With few tokens an expert the weights must stream, 40 of them a clock of an SM, and a weight takes
- * more instructions than its products: four warps a scheduler, so that one always has some, in a block of 256 weight
- * rows, so that x, which weighs four times as much beside 4-bit weights as beside bf16, is fetched seldom. In the
- * middle 256 rows by 128 tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and
- * two blocks of a cluster fetch half of them each for both.
- * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
+ * Four cuts of it. With few tokens an expert the weights must stream, 40 of them a clock of an SM, and a weight takes
+ * more instructions than its products: four warps a scheduler, so that one always has some. Up to 16 tokens in two
+ * blocks of 128 weight rows, whose ends hide behind each other's streams; up to 32 in one block of 256, so that x,
+ * which weighs four times as much beside 4-bit weights as beside bf16, is fetched seldom. In the middle 256 rows by 112
+ * tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks of a
+ * cluster fetch half of them each for both. Each output's sum runs over K in steps of 16 whatever the cut and the
+ * width: results do not depend on other rows. */
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/grouped_gemm_w4_codes_sm90.cuh"
@@ -72,20 +73,8 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t 
     }
 }
 
-/* Whether the weight rows of this block in a tile may have a scale that MXFP4 does not take; a whole warp asks. */
-template <typename Cut>
-__device__ __forceinline__ bool has_large_scale(const weights_t &w, const block_t &b, const tile_t &tile)
-{
-    const int lane = threadIdx.x % 32;
-    const int32_t first = b.first_w_tile<Cut>(tile);
-    if (!w.large) return true;
-    const bool reads = lane < kCutTiles<Cut> && first + lane < w.tiles;
-    return __any_sync(0xFFFFFFFFu, reads && w.large[(int64_t)tile.expert * w.tiles + first + lane]);
-}
-
 /* One warp. */
-template <kind_t kKind, typename Cut>
-__device__ __forceinline__ void scout(const gemm_params_t &p, const weights_t &w, const block_t &b)
+template <typename Cut> __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t full = ptx_shared_address(b.barriers->notes_full),
@@ -99,8 +88,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const weights_t &w
         }
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
         note_tokens(p, b, ring.stage, tile, lane);
-        const bool large = kKind == MXFP4 && tile.width && has_large_scale<Cut>(w, b, tile);
-        if (lane == 0) b.notes_of(ring.stage)->tile = tile, b.notes_of(ring.stage)->large = large;
+        if (lane == 0) b.notes_of(ring.stage)->tile = tile;
         ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(2);
@@ -142,20 +130,20 @@ template <typename Cut> __device__ __forceinline__ uint32_t empty_offset(const b
     return ptx_cluster_address(own, threadIdx.x % 32 % Cut::kCluster) - full;
 }
 
-/* acc += w x^T over all of K, for tiles of kN of many tokens. 16 columns are dequantised while the tensor cores
- * multiply those before: each has registers of its own until the product after it has begun and it is known to have
- * ended. Nothing is under way from one stage to the next: the registers that it reads would be live in every other
+/* acc += w x^T from block `first` of K on, for tiles of kN of many tokens. 16 columns are dequantised while the tensor
+ * cores multiply those before: each has registers of its own until the product after it has begun and it is known to
+ * have ended. Nothing is under way from one stage to the next: the registers that it reads would be live in every other
  * width's code too. */
 template <kind_t kKind, typename Cut, int kN>
 __device__ __forceinline__ void multiply_many(const weights_t &w, const block_t &b, place_t &place,
-                                              float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
+                                              float (&acc)[Cut::kTiles][Cut::kMaxN / 2], int32_t first)
 {
     constexpr int kTiles = Cut::kTiles, kSteps = Cut::kDepth * kBlockK / 16;
     const uint32_t empty = empty_offset<Cut>(b);
     const shared_layout_t &layout = b.line.layout;
     uint32_t a[2][kTiles][4];
     codes_t<kKind, Cut> from;
-    from.begin(w, b, ptx_thread_index());
+    from.begin(w, b, ptx_thread_index(), first);
     wait_barrier(place.full, place.parity());
     from.load_words(place.base, 0);
     if (kKind == W4_LONG) {
@@ -163,7 +151,7 @@ __device__ __forceinline__ void multiply_many(const weights_t &w, const block_t 
         from.left = w.group_blocks - 1;
     }
     from.make(a[0], w, layout, place.base, 0);
-    for (int block = Cut::kDepth;; block += Cut::kDepth) {
+    for (int block = first + Cut::kDepth;; block += Cut::kDepth) {
         const uint32_t done = place.full + empty;
         const bool more = block < w.blocks;
         const uint32_t x = descriptor_start(place.base), x_block = b.line.max_n * kBlockK * 2 / 16;
@@ -213,42 +201,26 @@ __device__ __forceinline__ void multiply_block(float (&acc)[kRegisters], uint32_
     ptx_wgmma_commit();
 }
 
-/* The same for few tokens, where a weight takes longer to make than to multiply: four products begin and are waited for
- * together, and there are twice as many warps, so that one of a scheduler always has something to do. */
+/* The same for few tokens. */
 template <kind_t kKind, typename Cut, int kN>
 __device__ __forceinline__ void multiply_few(const weights_t &w, const block_t &b, place_t &place,
-                                             float (&acc)[Cut::kMaxN / 2])
+                                             float (&acc)[Cut::kMaxN / 2], int32_t first)
 {
     static_assert(Cut::kCluster == 1, "nobody else reads what is given back");
     const shared_layout_t &layout = b.line.layout;
     const uint32_t x_block = b.line.max_n * kBlockK * 2 / 16;
     few_codes_t<kKind, Cut> from;
     from.begin(w, b, ptx_thread_index());
-    for (int block = 0; block < w.blocks; block += Cut::kDepth) {
+    for (int block = first; block < w.blocks; block += Cut::kDepth) {
         wait_barrier(place.full, place.parity());
-        /* The same in all threads, which lets the compiler keep it where the instruction wants it. */
-        const uint32_t x = __shfl_sync(0xFFFFFFFFu, descriptor_start(place.base), 0);
-        from.load_words(place.base, 0);
-        if (from.begin_whole(w, layout, place.base, block)) {
-            uint32_t a[2][4][4];
-#pragma unroll
-            for (int d = 0; d < Cut::kDepth; d++) {
-                from.make_next(a[d % 2], w, layout, place.base, d);
-                multiply_block<kN>(acc, a[d % 2], x + d * x_block);
-                ptx_wgmma_wait<1>();
-            }
-            ptx_wgmma_wait<0>();
-        } else {
-            const int blocks = min(Cut::kDepth, w.blocks - block);
-            from.slot = 0;
+        const uint32_t x = descriptor_start(place.base);
+        const int blocks = min(Cut::kDepth, w.blocks - block);
 #pragma unroll 1
-            for (int d = 0; d < blocks; d++) {
-                uint32_t a[4][4];
-                if (d > 0) from.load_words(place.base, d);
-                from.make_any(a, w, layout, place.base, d, block + d);
-                multiply_block<kN>(acc, a, x + d * x_block);
-                ptx_wgmma_wait<0>();
-            }
+        for (int d = 0; d < blocks; d++) {
+            uint32_t a[4][4];
+            from.make(a, w, layout, place.base, d, block + d);
+            multiply_block<kN>(acc, a, x + d * x_block);
+            ptx_wgmma_wait<0>();
         }
         __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
         ptx_mbarrier_arrive_if(place.full + kEmptyFromFull, threadIdx.x % 32 == 0);
@@ -256,14 +228,104 @@ __device__ __forceinline__ void multiply_few(const weights_t &w, const block_t &
     }
 }
 
+/* acc += w x^T over the first `blocks` blocks of 64 columns, whole stages, of weights that whole_codes_t takes. A
+ * weight takes about as many instructions as the tensor cores take clocks for it, so this is the loop that matters: a
+ * batch of products, of kSteps times 16 columns, begins together, and what the next one needs is made while it runs. */
+template <kind_t kKind, typename Cut, int kN> struct whole_loop_t {
+    static constexpr int kTiles = Cut::kTiles;
+    static constexpr int kSteps = kTiles > 1 ? (kN > 96 ? 1 : 2) : 4;
+    static constexpr int kOfBlock = 4 / kSteps, kBatches = Cut::kDepth * kOfBlock;
+    static_assert(kBatches % 2 == 0, "a stage begins with the first of two sets of registers");
+
+    const weights_t &w;
+    const block_t &b;
+    place_t &place;
+    float (&acc)[kTiles][Cut::kMaxN / 2];
+    whole_codes_t<kKind, Cut> from;
+    uint32_t a[2][kSteps][kTiles][4];
+    uint32_t x; /* descriptor of the stage's tokens */
+    uint32_t empty;
+
+    /* Batch kBatch of a stage, whose words are here, and those after it: a template, since they must not become a loop.
+     * Nothing is under way from one stage to the next. The registers that it reads would be live in every other width's
+     * code too. */
+    template <int kBatch> __device__ __forceinline__ void run_batches(bool last_stage)
+    {
+        constexpr int kBlock = kBatch / kOfBlock, kStep = kBatch % kOfBlock * kSteps;
+        const shared_layout_t &layout = b.line.layout;
+        uint32_t(&now)[kSteps][kTiles][4] = a[kBatch % 2];
+        if (kStep == 0) from.take_groups(w, kBlock);
+        from.template make<kSteps>(now, kStep);
+#pragma unroll
+        for (int i = 0; i < kSteps * kTiles; i++) ptx_define(now[i / kTiles][i % kTiles]);
+        ptx_wgmma_fence();
+        const uint32_t x_block = x + kBlock * (b.line.max_n * kBlockK * 2 / 16);
+#pragma unroll
+        for (int i = 0; i < kSteps * kTiles; i++)
+            ptx_wgmma_registers<kN>::run(acc[i % kTiles], now[i / kTiles][i % kTiles],
+                                         wgmma_descriptor(x_block + (kStep + i / kTiles) * 2));
+        ptx_wgmma_commit();
+        if constexpr (kBatch < kBatches - 1) {
+            ptx_wgmma_wait<1>();
+            if (kStep + kSteps == 4) from.load(layout, place.base, kBlock + 1);
+            run_batches<kBatch + 1>(last_stage);
+        } else {
+            const uint32_t done = place.full + empty;
+            /* Behind the last stage once more what is there already: a branch would cost more. */
+            place.advance(b, !last_stage);
+            wait_barrier(place.full, place.parity());
+            from.load(layout, place.base, 0);
+            ptx_wgmma_wait<0>();
+            __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
+            ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
+        }
+    }
+
+    __device__ __forceinline__ void run(int32_t blocks)
+    {
+        empty = empty_offset<Cut>(b);
+        from.begin(w, b, ptx_thread_index());
+        wait_barrier(place.full, place.parity());
+        from.load(b.line.layout, place.base, 0);
+#pragma unroll 1
+        for (int32_t block = 0; block < blocks; block += Cut::kDepth) {
+            /* The same in all threads, which lets the compiler keep it where the instruction wants it. */
+            x = __shfl_sync(0xFFFFFFFFu, descriptor_start(place.base), 0);
+            run_batches<0>(block + Cut::kDepth >= blocks);
+        }
+        place.advance(b, true);
+    }
+};
+
+template <kind_t kKind, typename Cut, int kN>
+__device__ __forceinline__ void multiply_whole(const weights_t &w, const block_t &b, place_t &place,
+                                               float (&acc)[Cut::kTiles][Cut::kMaxN / 2], int32_t blocks)
+{
+    whole_loop_t<kKind, Cut, kN> loop = {w, b, place, acc};
+    loop.run(blocks);
+}
+
+/* kKind: for what no whole stage is taken for. */
 template <kind_t kKind, typename Cut, int kN>
 __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, place_t &place,
                                          float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
 {
+    int32_t first = 0;
+    if constexpr (kKind != W4_SHORT && Cut::kDepth % 2 == 0) {
+        first = w.whole;
+        if (first > 0) {
+            if (kKind == W4_LONG && w.zeros)
+                multiply_whole<W4_LONG_ZEROS, Cut, kN>(w, b, place, acc, first);
+            else
+                multiply_whole<kKind, Cut, kN>(w, b, place, acc, first);
+        }
+    }
+    if (first == w.blocks) return;
+    constexpr kind_t kRest = kKind == MXFP4 ? MXFP4_LARGE : kKind;
     if constexpr (Cut::kFew)
-        multiply_few<kKind, Cut, kN>(w, b, place, acc[0]);
+        multiply_few<kRest, Cut, kN>(w, b, place, acc[0], first);
     else
-        multiply_many<kKind, Cut, kN>(w, b, place, acc);
+        multiply_many<kRest, Cut, kN>(w, b, place, acc, first);
 }
 
 __device__ __forceinline__ void take_staging(const block_t &b, int32_t warpgroup, epilogue_t &e)
@@ -329,15 +391,8 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
     for (;;) {
         const uint32_t note = place.bits >> 1 & 1;
         wait_barrier(notes_full + 8 * note, place.bits >> 2 & 1);
-        const notes_t *notes = b.notes_of(note);
-        const int32_t width = notes->tile.width;
+        const int32_t width = b.notes_of(note)->tile.width;
         if (width == 0) return;
-        constexpr kind_t kOther = kKind == MXFP4     ? MXFP4_LARGE
-                                  : !Cut::kFew       ? kKind
-                                  : kKind == W4_LONG ? W4_LONG_ZEROS
-                                                     : W4_SHORT_ZEROS;
-        const bool other = kKind == MXFP4 ? notes->large != 0 : kKind != kOther && w.zeros;
-
         /* Zeroed here, not by the first wgmma: an accumulator that is read before it is written would be live in every
          * other width's code too. */
         float acc[Cut::kTiles][Cut::kMaxN / 2];
@@ -349,10 +404,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 #define WIDTH(n)                                                                                                       \
     case n:                                                                                                            \
         if constexpr (n <= Cut::kMaxN && n % Cut::kStep == 0) {                                                        \
-            if (other)                                                                                                 \
-                multiply<kOther, Cut, n>(w, b, place, acc);                                                            \
-            else                                                                                                       \
-                multiply<kKind, Cut, n>(w, b, place, acc);                                                             \
+            multiply<kKind, Cut, n>(w, b, place, acc);                                                                 \
         }                                                                                                              \
         break
             WIDTH(8);
@@ -395,12 +447,12 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weights_t 
 }
 
 template <kind_t kKind, typename Cut>
-__global__ void __launch_bounds__(kCutThreads<Cut>, 1)
+__global__ void __launch_bounds__(kCutThreads<Cut>, Cut::kBlocks)
     grouped_gemm_w4_kernel(const gemm_params_t p, const weights_t w, const pipeline_t line,
                            const __grid_constant__ x_maps_t x_maps)
 {
     constexpr int kThreads = kCutThreads<Cut>;
-    static_assert(ptx_registers_do(kThreads, 1, Cut::kProducerRegisters, Cut::kRegisters), "too many");
+    static_assert(ptx_registers_do(kThreads, Cut::kBlocks, Cut::kProducerRegisters, Cut::kRegisters), "too many");
     extern __shared__ __align__(1024) char shared[];
     block_t b = {line, shared};
     b.base = ptx_shared_address(shared);
@@ -440,7 +492,7 @@ __global__ void __launch_bounds__(kCutThreads<Cut>, 1)
         if (warp == 0)
             produce<kKind, Cut>(p, w, b, &x_maps);
         else if (warp == 1)
-            scout<kKind, Cut>(p, w, b);
+            scout<Cut>(p, b);
         else if (line.way != WAY_ANY)
             store<Cut>(p, w, b, warp - 2);
     } else {
@@ -458,10 +510,7 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     weights_t w = {};
     w.data = (const char *)weight->data;
     w.scales = (const char *)weight->scales;
-    if (weight->format == EPMOE_FORMAT_MXFP4)
-        w.large = (const uint8_t *)weight->zeros;
-    else
-        w.zeros = (const char *)weight->zeros;
+    if (weight->format != EPMOE_FORMAT_MXFP4) w.zeros = (const char *)weight->zeros;
     w.tiles = (int32_t)tiles.tiles;
     w.blocks = (int32_t)tiles.blocks;
     w.groups = (int32_t)tiles.groups;
@@ -476,6 +525,13 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     else
         w.group_blocks = 0;
     return w;
+}
+
+/* Whether whole_codes_t takes what is full of a stage. */
+bool takes_whole(const epmoe_grouped_gemm_args_t *args, const weights_t *w)
+{
+    if (args->weight.format == EPMOE_FORMAT_MXFP4) return true;
+    return w->group_blocks == 2 && (w->scales_dtype == EPMOE_BF16 || w->scales_dtype == EPMOE_F16);
 }
 
 /* As many stages as fit into `limit` bytes of shared memory; false when too few for the product to overlap with the
@@ -504,12 +560,15 @@ struct call_t {
 template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t *c, int32_t max_n, bool *fits)
 {
     const epmoe_grouped_gemm_args_t *args = c->args;
-    const int32_t num_sms = epmoei_device_current()->num_sms, limit = epmoei_device_current()->shared_bytes_per_block;
+    const int32_t num_sms = epmoei_device_current()->num_sms, whole = epmoei_device_current()->shared_bytes_per_block;
+    const int32_t limit = (whole + 1024) / Cut::kBlocks - 1024; /* a block needs 1 KB beside its own */
     pipeline_t line = {};
     int32_t bytes = 0;
+    weights_t w = c->w;
+    w.whole = takes_whole(args, &w) ? args->k / kBlockK / Cut::kDepth * Cut::kDepth : 0;
     line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
     line.way = epilogue_way(args);
-    while (!(*fits = choose_pipeline<Cut>(&c->w, args->num_experts, limit, &line, &bytes)) && line.max_n > 16)
+    while (!(*fits = choose_pipeline<Cut>(&w, args->num_experts, limit, &line, &bytes)) && line.max_n > 16)
         line.max_n -= 16;
     if (!*fits) return EPMOE_OK;
 
@@ -518,12 +577,11 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_w4_sm90"));
     const int64_t tiles =
-        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(c->w.tiles, kCutTiles<Cut> * Cut::kCluster);
-    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms / Cut::kCluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(kernel, Cut::kCluster,
-                                                              dim3((unsigned)(clusters * Cut::kCluster)),
-                                                              dim3(kCutThreads<Cut>), (size_t)bytes, c->stream,
-                                                              gemm_params(args), c->w, line, x_maps),
+        gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(w.tiles, kCutTiles<Cut> * Cut::kCluster);
+    const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / Cut::kCluster);
+    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
+                                  kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)),
+                                  dim3(kCutThreads<Cut>), (size_t)bytes, c->stream, gemm_params(args), w, line, x_maps),
                               "grouped_gemm_w4_sm90");
 }
 
@@ -531,7 +589,8 @@ template <kind_t kKind> epmoe_status_t launch(const call_t *c)
 {
     const int32_t max_n = epmoei_grouped_gemm_width_w4_sm90(c->args->num_experts, c->args->max_rows);
     bool fits = false;
-    if (max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, narrow_t>(c, max_n, &fits)));
+    if (max_n <= pair_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, pair_t>(c, max_n, &fits)));
+    if (!fits && max_n <= narrow_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, narrow_t>(c, max_n, &fits)));
     if (!fits && max_n <= middle_t::kMaxN) EPMOEI_CHECK((launch_kernel<kKind, middle_t>(c, max_n, &fits)));
     if (!fits) EPMOEI_CHECK((launch_kernel<kKind, wide_t>(c, max_n, &fits)));
     return fits ? EPMOE_OK

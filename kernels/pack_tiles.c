@@ -3,11 +3,6 @@
 #include "kernels/dequant.h"
 #include "kernels/op_check.h"
 
-static bool makes_zeros(const epmoe_pack_tiles_args_t *args)
-{
-    return args->weight.format == EPMOE_FORMAT_MXFP4 || args->weight.zeros;
-}
-
 static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k)
 {
     static const epmoe_format_t formats[] = {EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ, EPMOE_FORMAT_CT_W4,
@@ -47,11 +42,12 @@ epmoe_status_t epmoei_pack_tiles_check(const epmoe_pack_tiles_args_t *args, epmo
     if (out->gated && out->n % 2)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with gated", out->n);
     EPMOEI_CHECK(check_weight(&out->weight, out->k));
+    if (out->weight.format == EPMOE_FORMAT_MXFP4) out->weight.zeros = NULL;
     if (sizes) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_weight_check_pointers(&out->weight, "weight"));
     EPMOEI_CHECK(epmoei_check_pointer("data", out->data));
     EPMOEI_CHECK(epmoei_check_pointer("scales", out->scales));
-    return makes_zeros(out) ? epmoei_check_pointer("zeros", out->zeros) : EPMOE_OK;
+    return out->weight.zeros ? epmoei_check_pointer("zeros", out->zeros) : EPMOE_OK;
 }
 
 epmoei_quant_tiles_t epmoei_pack_tiles_layout(const epmoe_pack_tiles_args_t *args)
@@ -69,7 +65,7 @@ epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_
     epmoe_pack_tiles_size_t result = EPMOE_PACK_TILES_SIZE_INIT;
     result.data_bytes = checked.num_experts * tiles.data_bytes;
     result.scales_bytes = checked.num_experts * tiles.scales_bytes;
-    result.zeros_bytes = makes_zeros(&checked) ? checked.num_experts * tiles.zeros_bytes : 0;
+    result.zeros_bytes = checked.weight.zeros ? checked.num_experts * tiles.zeros_bytes : 0;
     result.tiles = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
     result.tiles.format = tiles.format;
     result.tiles.group_size = checked.weight.group_size;
@@ -84,6 +80,6 @@ epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, epmoe_strea
     const epmoei_kernel_table_t *table;
     EPMOEI_CHECK(epmoei_pack_tiles_check(args, &checked, false));
     EPMOEI_CHECK(epmoei_kernels(checked.backend, &table));
-    if (!makes_zeros(&checked)) checked.zeros = NULL;
+    if (!checked.weight.zeros) checked.zeros = NULL;
     return table->pack_tiles(&checked, stream);
 }

@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kThreads) pack_tiles_kernel(const pack_tiles_t
         }
         p.data[tile * words + i] = word;
     }
-    int large = 0;
     for (int32_t i = threadIdx.x; i < d.groups * EPMOEI_TILE_ROWS; i += kThreads) {
         const int32_t group = i / EPMOEI_TILE_ROWS, place = i % EPMOEI_TILE_ROWS;
         const int32_t row = row_of(p, first_row + place / 16 * 16 + place % 16 / 2 + 8 * (place & 1));
@@ -82,13 +81,8 @@ __global__ void __launch_bounds__(kThreads) pack_tiles_kernel(const pack_tiles_t
             ((uint16_t *)p.scales)[to] = (uint16_t)bits;
         else
             ((uint8_t *)p.scales)[to] = (uint8_t)bits;
-        if (mxfp4)
-            large |= bits > EPMOEI_MXFP4_SMALL_SCALE;
-        else if (p.zeros)
-            p.zeros[to] = (uint8_t)(row < 0 ? 0 : quant_rows_zero(d, expert, row, group));
+        if (p.zeros) p.zeros[to] = (uint8_t)(row < 0 ? 0 : quant_rows_zero(d, expert, row, group));
     }
-    large = __syncthreads_or(large);
-    if (mxfp4 && threadIdx.x == 0) p.zeros[tile] = large != 0;
 }
 
 } // namespace

@@ -15,7 +15,7 @@ epmoei_quant_tiles_t epmoei_quant_tiles(epmoe_format_t format, epmoe_dtype_t sca
     tiles.data_bytes = tiles.tiles * tiles.blocks * EPMOEI_TILE_BYTES;
     tiles.scales = tiles.tiles * tiles.groups * EPMOEI_TILE_ROWS;
     tiles.scales_bytes = tiles.scales * epmoe_dtype_size(scales_dtype);
-    tiles.zeros_bytes = format == EPMOE_FORMAT_MXFP4 ? tiles.tiles : tiles.scales;
+    tiles.zeros_bytes = format == EPMOE_FORMAT_MXFP4 ? 0 : tiles.scales;
     return tiles;
 }
 
@@ -96,21 +96,18 @@ static void pack_part(const epmoei_quant_tiles_t *tiles, const epmoei_quant_t *p
 static void pack_scales(const epmoei_quant_tiles_t *tiles, const epmoei_quant_t *packed, int64_t tile,
                         const epmoei_tile_arrays_t *to)
 {
-    bool mxfp4 = tiles->format == EPMOE_FORMAT_MXFP4, large = false;
     for (int64_t g = 0; g < tiles->groups; g++)
         for (int place = 0; place < EPMOEI_TILE_ROWS; place++) {
             int in_tile = place / 16 * 16 + place % 16 / 2 + 8 * (place & 1);
             int64_t row = epmoei_tiles_row(tiles, tile * EPMOEI_TILE_ROWS + in_tile);
             int64_t at = (tile * tiles->groups + g) * EPMOEI_TILE_ROWS + place;
-            if (to->zeros && !mxfp4) to->zeros[at] = row < 0 ? 0 : (uint8_t)epmoei_quant_zero(packed, row, g);
+            if (to->zeros) to->zeros[at] = row < 0 ? 0 : (uint8_t)epmoei_quant_zero(packed, row, g);
             int64_t from = row < 0 ? 0 : epmoei_quant_scale_at(packed, row, g);
             if (tiles->scales_dtype == EPMOE_F8_E8M0)
                 ((uint8_t *)to->scales)[at] = row < 0 ? 0 : ((const uint8_t *)packed->scales)[from];
             else
                 epmoei_store(to->scales, tiles->scales_dtype, at, row < 0 ? 0 : epmoei_quant_scale(packed, from));
-            large |= mxfp4 && ((const uint8_t *)to->scales)[at] > EPMOEI_MXFP4_SMALL_SCALE;
         }
-    if (to->zeros && mxfp4) to->zeros[tile] = large;
 }
 
 void epmoei_tiles_pack(const epmoei_quant_tiles_t *tiles, const epmoei_quant_t *packed, const epmoei_tile_arrays_t *to)

@@ -13,8 +13,7 @@ extern "C" {
 enum {
     EPMOEI_TILE_ROWS = 64,
     EPMOEI_TILE_COLS = 64,
-    EPMOEI_TILE_BYTES = 2048,       /* of one block of codes */
-    EPMOEI_MXFP4_SMALL_SCALE = 128, /* a code; of larger ones tiles make note */
+    EPMOEI_TILE_BYTES = 2048, /* of one block of codes */
 };
 
 /* One expert's matrix of a W4 or MXFP4 weight. */
@@ -31,7 +30,7 @@ typedef struct epmoei_quant_tiles_t {
     int64_t data_bytes;
     int64_t scales; /* elements */
     int64_t scales_bytes;
-    int64_t zeros_bytes; /* W4: if there are any; MXFP4: a byte for each tile */
+    int64_t zeros_bytes; /* W4: if there are any */
 } epmoei_quant_tiles_t;
 epmoei_quant_tiles_t epmoei_quant_tiles(epmoe_format_t format, epmoe_dtype_t scales_dtype, int64_t n, int64_t k,
                                         int32_t group, bool gated);

@@ -313,7 +313,7 @@ epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_
         epmoei_quant_tiles_t tiles = epmoei_quant_tiles(format, pack->scales_dtype, rows, cols, pack->group, halves);
         sizes.data = tiles.data_bytes;
         sizes.scales = tiles.scales_bytes;
-        sizes.zeros = pack->zeros || format == EPMOE_FORMAT_MXFP4 ? tiles.zeros_bytes : 0;
+        sizes.zeros = pack->zeros ? tiles.zeros_bytes : 0;
         sizes.order = pack->order ? cols * 4 : 0;
     } else if (epmoei_format_is_quantised(format)) {
         epmoei_quant_sizes_t quant = epmoei_quant_sizes_rows(format, rows, cols, pack->group, pack->row_group,

@@ -79,8 +79,7 @@ static epmoe_status_t tile(epmoei_quant_writer_t *writer, const epmoei_quant_til
         epmoei_arena_t arena = {pass ? writer->tiles_memory : NULL, 0};
         arrays->data = epmoei_carve(&arena, tiles->data_bytes);
         arrays->scales = epmoei_carve(&arena, tiles->scales_bytes);
-        bool zeros = writer->rows.zeros || tiles->format == EPMOE_FORMAT_MXFP4;
-        arrays->zeros = zeros ? epmoei_carve(&arena, tiles->zeros_bytes) : NULL;
+        arrays->zeros = writer->rows.zeros ? epmoei_carve(&arena, tiles->zeros_bytes) : NULL;
         if (!pass) EPMOEI_CHECK(grow(&writer->tiles_memory, &writer->tiles_bytes, arena.used));
     }
     epmoei_quant_t rows = epmoei_quant_of_weight(&weight, matrix->rows, matrix->cols, 0, 0);

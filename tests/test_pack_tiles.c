@@ -99,32 +99,6 @@ Test(pack_tiles, every_format_keeps_its_values)
         }
 }
 
-/* A byte for each tile: whether it has a scale above 2. */
-Test(pack_tiles, large_scales_are_noted)
-{
-    enum { N = 160, K = 64, TILES = 3 };
-    static const struct {
-        uint8_t code;
-        int32_t row;
-        bool large;
-    } cases[] = {{0, 70, false},  {1, 70, false},   {127, 70, false}, {128, 70, false},
-                 {129, 70, true}, {200, 159, true}, {254, 63, true},  {255, 64, true}};
-    testing_rng_t rng = testing_rng(testing_seed());
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        packed_t p = prepare(&rng, EPMOE_FORMAT_MXFP4, 2, N, K, 0, false);
-        uint8_t *scales = p.made.scales;
-        for (int32_t j = 0; j < 2 * N * K / 32; j++) scales[j] = (uint8_t)testing_range(&rng, 0, 128);
-        scales[(N + cases[i].row) * K / 32 + 1] = cases[i].code;
-        pack(&p);
-        cr_assert_eq(p.size.zeros_bytes, 2 * TILES);
-        for (int32_t t = 0; t < 2 * TILES; t++)
-            cr_assert_eq(((const uint8_t *)p.args.zeros)[t],
-                         cases[i].large && t == TILES + cases[i].row / EPMOEI_TILE_ROWS, "code %d, tile %d",
-                         cases[i].code, t);
-        drop(&p);
-    }
-}
-
 static epmoe_status_t query(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream)
 {
     (void)stream;

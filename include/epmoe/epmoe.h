@@ -567,8 +567,7 @@ EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_s
  *             and up in turns
  *   g_idx     of W4: the order of the columns stays with the caller, tiles have the same stored columns. Products on
  *             CUDA take one order for all rows, [E,K]: that of gate and up rows must be the same. Not of the others
- *   zeros     W4: zero points, NULL when the weight has none (CT_W4 and W4). MXFP4: which tiles have a scale above 2;
- *             products take tiles with NULL here too, but are then slower on compute capability 9.0
+ *   zeros     of W4: zero points, NULL when the weight has none (CT_W4 and W4)
  *   backend   CUDA packs from device memory to device memory, CPU within host memory, for a caller who copies the
  *             arrays to a device; they hold the same bytes
  * Errors: INVALID_ARGUMENT for sizes below 1, N odd with gated, another format, a weight in tiles, a g_idx of GPTQ or

@@ -170,7 +170,6 @@ static void check_scale_sizes(testing_rng_t *rng)
                             .dtype = EPMOE_BF16,
                             .y_dtype = EPMOE_F32,
                             .activation = EPMOE_ACTIVATION_NONE,
-                            .noted = i % 2,
                             .codes = with_nan,
                             .num_codes = sizeof with_nan};
         w4_take_kind(&shape, &w4_kinds[kW4Kinds - 1]);

@@ -16,7 +16,6 @@ typedef struct w4_shape_t {
     bool zeros, order, bias, row_weights, weight_on_input, indexed, x_sorted, y_sorted;
     bool dense; /* without offsets */
     float limit;
-    bool noted;           /* MXFP4: with notes of the tiles that have a scale above 2 */
     const uint8_t *codes; /* MXFP4: what scales are drawn from; NULL = some below 1 */
     int32_t num_codes;
     const float *scales; /* W4: the same */

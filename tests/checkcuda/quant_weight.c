@@ -38,16 +38,6 @@ static int64_t fp8_scales(const quant_weight_t *weight, const epmoe_weight_t *fi
     return blocks * epmoei_ceil_div(weight->k, fields->group_size);
 }
 
-/* Which device rows' scales a tile of 64 has stands at kernels/grouped_gemm_quant.h: all of a group lie together. */
-static void note_large(uint8_t *notes, const uint8_t *scales, int64_t tiles, int64_t groups)
-{
-    for (int64_t t = 0; t < tiles; t++) {
-        notes[t] = 0;
-        for (int64_t i = 0; i < groups * EPMOEI_TILE_ROWS; i++)
-            notes[t] |= scales[t * groups * EPMOEI_TILE_ROWS + i] > 128;
-    }
-}
-
 static void *add(check_case_t *c, const char *name, size_t offset, epmoe_dtype_t dtype, int64_t rows, int64_t cols)
 {
     return check_add(c, name, offset, CHECK_IN, dtype, rows, cols, 16);
@@ -78,12 +68,10 @@ void quant_weight_add(check_case_t *c, testing_rng_t *rng, size_t offset, const 
             ((uint8_t *)at)[i] = (uint8_t)(is_fp8(weight) ? 119 : 122 + testing_range(rng, 0, 3));
         else
             epmoei_store(at, fields.scales_dtype, i, size * testing_uniform(rng, 0.5f, 1.5f));
-    if (weight->zeros) {
+    if (weight->zeros && tiles.zeros_bytes) {
         uint8_t *zeros =
             add(c, names[2], offset + offsetof(epmoe_weight_t, zeros), EPMOE_U8, experts, tiles.zeros_bytes);
         for (int64_t i = 0; i < experts * tiles.zeros_bytes; i++) zeros[i] = testing_next(rng) & 15;
-        if (weight->format == EPMOE_FORMAT_MXFP4)
-            note_large(zeros, (const uint8_t *)at, experts * tiles.tiles, tiles.groups);
     }
     if (!weight->order) return;
     int32_t *order = add(c, names[3], offset + offsetof(epmoe_weight_t, g_idx), EPMOE_I32, experts, k);
