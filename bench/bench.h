@@ -88,6 +88,8 @@ typedef struct case_result_t {
     double us_median, us_min, us_max;
     double stages_us[EPMOE_STAGE_COUNT];
     double floor_us, floor_fraction;
+    double copy_fraction; /* of an op that memory bounds: the same bytes at the speed of a copy; otherwise NaN */
+    int32_t calls;        /* of an op, in one timed run; the times are of one */
     double tokens_per_s;
     double tflops;
     double wire_gbps, logical_gbps; /* dispatch and combine, the busiest rank */

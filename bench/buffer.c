@@ -41,8 +41,7 @@ epmoe_status_t buffer_upload(buffer_t *buffer)
 epmoe_status_t buffer_download(buffer_t *buffer)
 {
     if (buffer->run == buffer->host) return EPMOE_OK;
-    EPMOEI_CHECK(epmoei_memory_copy(buffer->backend, buffer->host_base, buffer->run_base,
-                                    buffer->bytes + 2 * GUARD_BYTES, NULL));
+    EPMOEI_CHECK(epmoei_memory_copy(buffer->backend, buffer->host_base, buffer->run_base, buffer_span(buffer), NULL));
     return epmoei_stream_wait(buffer->backend, NULL);
 }
 
@@ -52,6 +51,8 @@ epmoe_status_t buffer_poison(buffer_t *buffer)
     EPMOEI_CHECK(epmoei_memory_set(buffer->backend, buffer->run, POISON, buffer->bytes, NULL));
     return epmoei_stream_wait(buffer->backend, NULL);
 }
+
+int64_t buffer_span(const buffer_t *buffer) { return buffer->bytes + 2 * GUARD_BYTES; }
 
 int64_t buffer_guards_changed(const buffer_t *buffer)
 {

@@ -23,6 +23,8 @@ epmoe_status_t buffer_download(buffer_t *buffer); /* with the guard bands */
 /* What the library gets, without the guard bands. */
 epmoe_status_t buffer_poison(buffer_t *buffer);
 
+/* Bytes from run_base on: the guard bands too. */
+int64_t buffer_span(const buffer_t *buffer);
 /* How many bytes of the host's guard bands are not what they were. */
 int64_t buffer_guards_changed(const buffer_t *buffer);
 

@@ -8,6 +8,7 @@
 
 typedef struct ceilings_t {
     double read_bytes_per_s;      /* of each rank while all read */
+    double copy_bytes_per_s;      /* CUDA: read and written together; 0 on the CPU */
     double flops_per_s;           /* infinite where there is nothing to measure it with */
     double sustained_flops_per_s; /* the same product after half a second of it; 0 = not measured, as on the CPU */
     double empty_graph_us;        /* CUDA: a graph of one empty kernel, timed as the cases are */
@@ -30,7 +31,7 @@ void ceilings_free(ceilings_t *ceilings);
 /* Reads as much as the last-level cache holds, so that what the next timed call needs comes from memory. CPU only. */
 void ceilings_flush(const ceilings_t *ceilings);
 
-/* ceilings_cuda.c: the first four fields. */
+/* ceilings_cuda.c: the first five fields. */
 epmoe_status_t ceilings_measure_cuda(ceilings_t *ceilings, const program_t *program, const cuda_t *cuda,
                                      epmoe_dtype_t dtype);
 

@@ -44,8 +44,9 @@ epmoe_status_t cuda_time(const cuda_t *cuda, const cuda_timing_t *timing, double
  * run. A pass of its own, since events between kernels cost time. */
 epmoe_status_t cuda_time_stages(const cuda_t *cuda, const cuda_timing_t *timing, double *times);
 
-/* Reads data [bytes, a multiple of 16] once. */
+/* Reads data [bytes, a multiple of 16] once; copies it. */
 epmoe_status_t cuda_read(const cuda_t *cuda, const void *data, int64_t bytes);
+epmoe_status_t cuda_copy(const cuda_t *cuda, void *dst, const void *src, int64_t bytes);
 
 /* The kernels of cuda_sm80.cu. sums [CUDA_READ_BLOCKS(num_sms)]. */
 #define CUDA_READ_BLOCKS(num_sms) (4 * (num_sms))
@@ -54,6 +55,8 @@ extern "C" {
 #endif
 epmoe_status_t cuda_launch_read(const void *data, int64_t bytes, int32_t num_blocks, uint32_t *sums,
                                 epmoe_stream_t stream);
+/* bytes a multiple of 16. */
+epmoe_status_t cuda_launch_copy(void *dst, const void *src, int64_t bytes, int32_t num_blocks, epmoe_stream_t stream);
 epmoe_status_t cuda_launch_empty(epmoe_stream_t stream);
 #ifdef __cplusplus
 }

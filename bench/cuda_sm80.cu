@@ -31,6 +31,24 @@ __global__ void __launch_bounds__(kThreads) read_kernel(const uint4 *data, int64
     sums[blockIdx.x] = sum;
 }
 
+__global__ void __launch_bounds__(kThreads) copy_kernel(uint4 *dst, const uint4 *src, int64_t count)
+{
+    const int64_t step = (int64_t)gridDim.x * kThreads * kUnroll;
+    for (int64_t base = (int64_t)blockIdx.x * kThreads * kUnroll + threadIdx.x; base < count; base += step) {
+        uint4 words[kUnroll];
+#pragma unroll
+        for (int i = 0; i < kUnroll; i++) {
+            int64_t at = base + (int64_t)i * kThreads;
+            if (at < count) words[i] = __ldcs(src + at);
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; i++) {
+            int64_t at = base + (int64_t)i * kThreads;
+            if (at < count) __stcs(dst + at, words[i]);
+        }
+    }
+}
+
 __global__ void empty_kernel() {}
 
 } // namespace
@@ -41,6 +59,15 @@ extern "C" epmoe_status_t cuda_launch_read(const void *data, int64_t bytes, int3
     EPMOEI_CHECK_ALIGNED(data, 16);
     read_kernel<<<(unsigned)num_blocks, kThreads, 0, stream>>>((const uint4 *)data, bytes / 16, sums);
     return EPMOEI_LAUNCH_CHECK("read");
+}
+
+extern "C" epmoe_status_t cuda_launch_copy(void *dst, const void *src, int64_t bytes, int32_t num_blocks,
+                                           epmoe_stream_t stream)
+{
+    EPMOEI_CHECK_ALIGNED(dst, 16);
+    EPMOEI_CHECK_ALIGNED(src, 16);
+    copy_kernel<<<(unsigned)num_blocks, kThreads, 0, stream>>>((uint4 *)dst, (const uint4 *)src, bytes / 16);
+    return EPMOEI_LAUNCH_CHECK("copy");
 }
 
 extern "C" epmoe_status_t cuda_launch_empty(epmoe_stream_t stream)

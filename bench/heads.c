@@ -11,8 +11,15 @@ static const heads_t k_heads[] = {
     {"qwen2-57b-a14b", 28, 4, 128, 128, 128}, {"llama4-scout", 40, 8, 128, 128, 128},
 };
 
-epmoe_status_t heads_of_model(const char *model, heads_t *heads)
+epmoe_status_t heads_of_bench(const bench_t *bench, heads_t *heads)
 {
+    const char *model = bench->model;
+    const options_t *options = bench->options;
+    if (options->heads) {
+        int32_t dim = options->head_dim;
+        *heads = (heads_t){model, options->heads, options->kv_heads, dim, dim, dim};
+        return EPMOE_OK;
+    }
     for (size_t i = 0; i < sizeof k_heads / sizeof k_heads[0]; i++) {
         if (strcmp(k_heads[i].model, model)) continue;
         *heads = k_heads[i];

@@ -2,7 +2,7 @@
 #ifndef EPMOE_BENCH_HEADS_H
 #define EPMOE_BENCH_HEADS_H
 
-#include "base/base.h"
+#include "bench/bench.h"
 
 typedef struct heads_t {
     const char *model; /* as epmoe_preset_name has it */
@@ -13,7 +13,7 @@ typedef struct heads_t {
     int32_t cache_dim;  /* columns per head in the KV cache; MLA: latent and rotary part */
 } heads_t;
 
-/* NOT_SUPPORTED for a model without known heads. */
-epmoe_status_t heads_of_model(const char *model, heads_t *heads);
+/* The model's, or those of --heads, all of whose columns turn. NOT_SUPPORTED for a model without known heads. */
+epmoe_status_t heads_of_bench(const bench_t *bench, heads_t *heads);
 
 #endif

@@ -24,7 +24,7 @@ static int refuse(bench_t *bench)
         return program_error_once(bench->program, program_exit_code(status), "--backend: %s", epmoe_last_error());
     bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
     const char *format = options->weight_format ? bench_dtype_name(bench) : "";
-    if (options->weight_format && options->op)
+    if (options->weight_format && options->num_ops)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--dtype %s: --op takes bf16, fp16 or fp32",
                                   format);
     if (options->weight_format && options->checkpoint)
@@ -33,7 +33,7 @@ static int refuse(bench_t *bench)
     if (options->graph > 0 && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
-    if (options->op && !strcmp(options->op, "exchange") && !cuda)
+    if (options_exchange(options) && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--op exchange: it needs the cuda backend");
     if (cuda && options->dtype == EPMOE_F32)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
@@ -87,6 +87,18 @@ static epmoe_status_t check_routing(const bench_t *bench)
     return EPMOE_OK;
 }
 
+/* What --op is given in place of the model's. */
+static epmoe_status_t take_shape(const options_t *options, epmoe_layer_config_t *config)
+{
+    if (options->hidden) config->hidden = options->hidden;
+    if (options->intermediate) config->intermediate = options->intermediate;
+    if (options->top_k > config->num_experts)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "--top-k is %d: expected at most %d, the model's experts",
+                           options->top_k, config->num_experts);
+    if (options->top_k) config->top_k = options->top_k;
+    return EPMOE_OK;
+}
+
 static epmoe_status_t configure(bench_t *bench)
 {
     const options_t *options = bench->options;
@@ -99,6 +111,7 @@ static epmoe_status_t configure(bench_t *bench)
         EPMOEI_CHECK(epmoe_preset_config(options->model, &bench->config));
     }
     epmoe_layer_config_t *config = &bench->config;
+    EPMOEI_CHECK(take_shape(options, config));
     config->dtype = options->dtype;
     if (!options->checkpoint) config->weight_format = options->weight_format;
     config->fp8_activations = options->fp8_activations;
@@ -208,7 +221,7 @@ static epmoe_status_t run_layer(bench_t *bench, int64_t *wrong)
 static epmoe_dtype_t product_dtype(const bench_t *bench)
 {
     const epmoe_layer_config_t *config = &bench->config;
-    bool fp8 = bench->backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 && !bench->options->op &&
+    bool fp8 = bench->backend == EPMOE_BACKEND_CUDA && epmoei_cuda_tier() == 90 && !bench->options->num_ops &&
                config->weight_format == EPMOE_FORMAT_FP8_BLOCK && config->fp8_activations >= 0;
     return fp8 ? EPMOE_F8_E4M3 : bench->options->dtype;
 }
@@ -225,9 +238,8 @@ static epmoe_status_t make_barrier(bench_t *bench)
 
 static epmoe_status_t run(bench_t *bench, int64_t *wrong)
 {
-    const char *op = bench->options->op;
-    if (!op) return run_layer(bench, wrong);
-    return strcmp(op, "exchange") ? op_run(bench, wrong) : exchange_run(bench, wrong);
+    if (!bench->options->num_ops) return run_layer(bench, wrong);
+    return options_exchange(bench->options) ? exchange_run(bench, wrong) : op_run(bench, wrong);
 }
 
 static int work(program_t *program, const options_t *options)

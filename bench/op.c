@@ -1,6 +1,6 @@
 #include "bench/op.h"
 
-#include "bench/op_job.h"
+#include "bench/op_chain.h"
 #include "bench/report.h"
 #include "bench/stats.h"
 
@@ -24,29 +24,32 @@ static epmoe_status_t time_cpu(op_job_t *job, double *times)
     return EPMOE_OK;
 }
 
-static epmoe_status_t time_cuda(op_job_t *job, double *times)
+static epmoe_status_t time_cuda(op_job_t *job, op_chain_t *chain, double *times)
 {
     const bench_t *bench = job->bench;
-    cuda_timing_t timing = {.run = op_job_run,
-                            .ctx = job,
+    cuda_timing_t timing = {.run = op_chain_run,
+                            .ctx = chain,
                             .graph = bench->graph,
                             .flush = true,
                             .warmup = bench->warmup,
                             .iters = bench->iters,
                             .comm = bench->program->comm};
     EPMOEI_CHECK(cuda_time(&bench->cuda, &timing, times));
+    for (int32_t i = 0; i < bench->iters; i++) times[i] /= chain->calls;
     EPMOEI_CHECK(epmoei_error_word_check());
     for (int32_t i = 0; i < job->num_outputs; i++) EPMOEI_CHECK(buffer_download(job->outputs[i].out));
     return EPMOE_OK;
 }
 
-static epmoe_status_t time_job(op_job_t *job, case_result_t *result)
+static epmoe_status_t time_job(op_job_t *job, op_chain_t *chain, case_result_t *result)
 {
+    bool cuda = job->bench->backend == EPMOE_BACKEND_CUDA;
     int32_t iters = job->bench->iters;
     epmoe_status_t status;
     double *times = NULL;
     EPMOEI_CHECK_GOTO(epmoei_alloc_for((void **)&times, (int64_t)iters * 8, "times"), done);
-    EPMOEI_CHECK_GOTO(job->bench->backend == EPMOE_BACKEND_CUDA ? time_cuda(job, times) : time_cpu(job, times), done);
+    EPMOEI_CHECK_GOTO(cuda ? time_cuda(job, chain, times) : time_cpu(job, times), done);
+    result->calls = chain->calls;
     result->us_median = stats_median(times, iters);
     result->us_min = times[0];
     result->us_max = times[iters - 1];
@@ -96,8 +99,14 @@ static epmoe_status_t compare(const op_job_t *job, const op_output_t *output, ca
     return status;
 }
 
-static epmoe_status_t check_job(op_job_t *job, case_result_t *result)
+static epmoe_status_t check_job(op_job_t *job, const op_chain_t *chain, case_result_t *result)
 {
+    int64_t differ = 0;
+    EPMOEI_CHECK(op_chain_compare(chain, &differ));
+    if (differ)
+        fprintf(stderr, "%s: %s: the last call of the chain has other outputs than the first\n",
+                job->bench->program->name, job->kind->name);
+    result->wrong += differ;
     if (job->kind->judge) {
         result->wrong += job->kind->judge(job, &result->max_rel_err);
     } else {
@@ -120,38 +129,45 @@ static void rate_job(const op_job_t *job, case_result_t *result)
     double memory = job->floor.bytes / ceilings->read_bytes_per_s, compute = job->floor.flops / ceilings->flops_per_s;
     result->floor_us = 1e6 * (memory > compute ? memory : compute);
     result->floor_fraction = seconds > 0 ? result->floor_us / result->us_median : 0;
+    bool copies = memory >= compute && ceilings->copy_bytes_per_s > 0 && seconds > 0;
+    result->copy_fraction = copies ? job->floor.bytes / ceilings->copy_bytes_per_s / seconds : NAN;
     result->tokens_per_s = seconds > 0 ? job->num_tokens / seconds : 0;
     result->tflops = seconds > 0 ? job->floor.flops / seconds * 1e-12 : 0;
     result->memory_gbps = seconds > 0 ? job->floor.bytes / seconds * 1e-9 : 0;
 }
 
-static epmoe_status_t run_case(const bench_t *bench, int32_t index, int64_t *wrong)
+static epmoe_status_t run_case(const bench_t *bench, const char *op, int32_t index, int64_t *wrong)
 {
     int32_t num_tokens = bench->options->tokens[index];
     epmoe_status_t status;
     op_job_t job;
+    op_chain_t chain = {0};
     case_result_t result = {0};
     report_busy(bench, index, "making the op's data");
-    EPMOEI_CHECK_GOTO(op_job_create(&job, bench, num_tokens), done);
+    EPMOEI_CHECK_GOTO(op_job_create(&job, bench, op, num_tokens), done);
+    EPMOEI_CHECK_GOTO(op_chain_create(&chain, &job), done);
     report_busy(bench, index, "timing");
-    EPMOEI_CHECK_GOTO(time_job(&job, &result), done);
+    EPMOEI_CHECK_GOTO(time_job(&job, &chain, &result), done);
     rate_job(&job, &result);
     if (bench->options->check) {
         report_busy(bench, index, "checking against the reference");
-        EPMOEI_CHECK_GOTO(check_job(&job, &result), done);
+        EPMOEI_CHECK_GOTO(check_job(&job, &chain, &result), done);
     }
     *wrong += result.wrong;
     report_idle(bench);
-    status = report_op(bench, num_tokens, &result);
+    status = report_op(bench, op, num_tokens, &result);
 done:
+    op_chain_destroy(&chain);
     op_job_destroy(&job);
     return status;
 }
 
 epmoe_status_t op_run(const bench_t *bench, int64_t *wrong)
 {
+    const options_t *options = bench->options;
     report_op_header(bench);
-    for (int32_t i = 0; i < bench->options->num_cases; i++) EPMOEI_CHECK(run_case(bench, i, wrong));
+    for (int32_t i = 0; i < options->num_ops * options->num_cases; i++)
+        EPMOEI_CHECK(run_case(bench, options->ops[i / options->num_cases], i % options->num_cases, wrong));
     report_footer(bench, *wrong);
     return EPMOE_OK;
 }

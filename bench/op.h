@@ -1,4 +1,4 @@
-/* --op: one op of the library alone on one rank, at a model's shape. */
+/* --op: ops of the library alone on one rank, at a model's shape. */
 #ifndef EPMOE_BENCH_OP_H
 #define EPMOE_BENCH_OP_H
 

@@ -42,7 +42,7 @@ static epmoe_status_t make_attention(op_job_t *job, int32_t num_seqs, int32_t le
 {
     heads_t heads;
     epmoe_attention_args_t *args = &job->args.attention;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     bool mla = heads.cache_dim != heads.head_dim;
     int32_t columns = (int32_t)epmoei_ceil_div(length, BLOCK_SIZE);
     int32_t *table, *lens, *start;

@@ -127,7 +127,7 @@ static epmoe_status_t make_rope(op_job_t *job)
 {
     heads_t heads;
     epmoe_rope_args_t *args = &job->args.rope, checked;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     int64_t rows = job->num_tokens, dim = heads.head_dim;
     *args = (epmoe_rope_args_t)EPMOE_ROPE_ARGS_INIT;
     args->backend = job->bench->backend;
@@ -169,7 +169,7 @@ static epmoe_status_t make_qk(op_job_t *job)
 {
     heads_t heads;
     epmoe_qk_norm_rope_args_t *args = &job->args.qk, checked;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     int64_t dim = heads.head_dim, width = (heads.heads + 2 * (int64_t)heads.kv_heads) * dim;
     *args = (epmoe_qk_norm_rope_args_t)EPMOE_QK_NORM_ROPE_ARGS_INIT;
     args->backend = job->bench->backend;
@@ -247,7 +247,7 @@ static epmoe_status_t make_cache(op_job_t *job)
 {
     heads_t heads;
     epmoe_cache_write_args_t *args = &job->args.cache, checked;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     EPMOEI_CHECK(take_cache_args(job, &heads, args, false));
     EPMOEI_CHECK(epmoei_cache_write_check(args, &checked));
     job->floor = epmoei_cache_write_floor(&checked);
@@ -290,7 +290,7 @@ static epmoe_status_t make_both(op_job_t *job)
     heads_t heads;
     epmoe_rope_args_t *rope = &job->args.both.rope, rotation;
     epmoe_cache_write_args_t *cache = &job->args.both.cache, write;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     if (heads.cache_dim != heads.head_dim)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "op rope_cache_write: %s caches latents", job->bench->model);
     int64_t rows = job->num_tokens, dim = heads.head_dim;

@@ -79,28 +79,31 @@ epmoe_status_t op_take_order(op_job_t *job, op_order_t *order)
     return epmoe_align_block_size(&args, NULL);
 }
 
-/* Host pointers become those of the library. */
-static void make_run_args(op_job_t *job)
+void op_job_args(const op_job_t *job, void *const places[OP_MAX_MEMORY], op_args_t *args)
 {
-    job->run_args = job->args;
+    *args = job->args;
     for (const size_t *at = job->kind->pointers; *at; at++) {
-        char *field = (char *)&job->run_args + *at;
+        char *field = (char *)args + *at;
         void *host;
         memcpy(&host, field, sizeof host);
         for (int32_t i = 0; i < job->num_memory && host; i++)
-            if (job->memory[i].host == host) memcpy(field, &job->memory[i].run, sizeof host);
+            if (job->memory[i].host == host) memcpy(field, &places[i], sizeof host);
     }
 }
 
-epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, int32_t num_tokens)
+epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, const char *op, int32_t num_tokens)
 {
+    void *places[OP_MAX_MEMORY] = {NULL};
     *job = (op_job_t){.bench = bench, .num_tokens = num_tokens};
     for (size_t i = 0; i < sizeof k_kinds / sizeof k_kinds[0]; i++)
-        if (!strcmp(k_kinds[i]->name, bench->options->op)) job->kind = k_kinds[i];
-    if (!job->kind) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", bench->options->op);
+        if (!strcmp(k_kinds[i]->name, op)) job->kind = k_kinds[i];
+    if (!job->kind) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", op);
     EPMOEI_CHECK(job->kind->make(job));
-    for (int32_t i = 0; i < job->num_memory; i++) EPMOEI_CHECK(buffer_upload(&job->memory[i]));
-    make_run_args(job);
+    for (int32_t i = 0; i < job->num_memory; i++) {
+        EPMOEI_CHECK(buffer_upload(&job->memory[i]));
+        places[i] = job->memory[i].run;
+    }
+    op_job_args(job, places, &job->run_args);
     return EPMOE_OK;
 }
 

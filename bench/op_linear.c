@@ -63,7 +63,7 @@ static epmoe_status_t make_any(op_job_t *job, bool fp8)
     heads_t heads;
     const epmoe_layer_config_t *config = &job->bench->config;
     epmoe_linear_args_t *args = &job->args.linear, checked;
-    EPMOEI_CHECK(heads_of_model(job->bench->model, &heads));
+    EPMOEI_CHECK(heads_of_bench(job->bench, &heads));
     *args = (epmoe_linear_args_t)EPMOE_LINEAR_ARGS_INIT;
     args->backend = job->bench->backend;
     args->num_tokens = job->num_tokens;

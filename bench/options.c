@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define MAX_WIDTH (1 << 20)
+
 enum {
     OPT_MODEL = 256,
     OPT_CHECKPOINT,
@@ -31,6 +33,10 @@ enum {
     OPT_SEED,
     OPT_TIMEOUT,
     OPT_OP,
+    OPT_HIDDEN,
+    OPT_INTERMEDIATE,
+    OPT_TOP_K,
+    OPT_HEADS,
     OPT_COMM_SMS,
     OPT_LIST_MODELS,
     OPT_INJECT_SLEEP,
@@ -62,6 +68,10 @@ static const struct option k_options[] = {
     {"seed", required_argument, NULL, OPT_SEED},
     {"timeout", required_argument, NULL, OPT_TIMEOUT},
     {"op", required_argument, NULL, OPT_OP},
+    {"hidden", required_argument, NULL, OPT_HIDDEN},
+    {"intermediate", required_argument, NULL, OPT_INTERMEDIATE},
+    {"top-k", required_argument, NULL, OPT_TOP_K},
+    {"heads", required_argument, NULL, OPT_HEADS},
     {"comm-sms", required_argument, NULL, OPT_COMM_SMS},
     {"list-models", no_argument, NULL, OPT_LIST_MODELS},
     {"inject-sleep", required_argument, NULL, OPT_INJECT_SLEEP},
@@ -95,7 +105,8 @@ static const char k_help[] =
     "  --decoder                the whole decoder layer: prefill of one sequence of T tokens on each rank\n"
     "  --context N              of --decoder: one step of T sequences on each rank instead, each N tokens long with\n"
     "                           the new one, over a paged cache of random keys and values\n"
-    "  --op NAME                one op on one rank: topk, align, permute, unpermute, grouped_gemm, silu_and_mul, sum,\n"
+    "  --op NAME[,NAME...]      ops on one rank, one after the other: topk, align, permute, unpermute, grouped_gemm, "
+    "silu_and_mul, sum,\n"
     "                           quantize_fp8, dequant, rms_norm (with a residual), rms_norm_alone, rope, "
     "qk_norm_rope,\n"
     "                           cache_write, rope_cache_write, attention (decode), prefill, sample, spec_verify;\n"
@@ -105,6 +116,8 @@ static const char k_help[] =
     "                           on CUDA router: product, topk and align as the layer does them;\n"
     "                           on CUDA exchange: dispatch and combine of all ranks, over every transport they can "
     "use\n"
+    "  --hidden N, --intermediate N, --top-k N, --heads Q:KV:DIM\n"
+    "                           of --op: in place of the model's; silu_and_mul and sum have T times top-k rows\n"
     "  --comm-sms N             --op exchange, p2p: most multiprocessors it takes; default all\n"
     "How it runs\n"
     "  --backend B              auto (default), cpu, cuda\n"
@@ -269,6 +282,60 @@ static const char *parse_sleep(options_t *options, const char *text)
     return good ? NULL : "RANK:MILLISECONDS";
 }
 
+/* Names with commas between them. */
+static const char *parse_ops(options_t *options, const char *text)
+{
+    static const char *const names[] = {"topk",         "align",
+                                        "permute",      "unpermute",
+                                        "grouped_gemm", "silu_and_mul",
+                                        "sum",          "silu_and_mul_fp8",
+                                        "quantize_fp8", "dequant",
+                                        "router",       "rms_norm",
+                                        "rope",         "qk_norm_rope",
+                                        "cache_write",  "rope_cache_write",
+                                        "attention",    "prefill",
+                                        "sample",       "spec_verify",
+                                        "exchange",     "rms_norm_alone",
+                                        "rms_norm_fp8", "linear",
+                                        "linear_fp8",   NULL};
+    options->num_ops = 0;
+    for (;;) {
+        char name[32];
+        size_t length = strcspn(text, ",");
+        int32_t i = -1;
+        if (length < sizeof name) {
+            memcpy(name, text, length);
+            name[length] = 0;
+            i = find_name(names, name);
+        }
+        if (i < 0 || options->num_ops == OPTIONS_MAX_OPS)
+            return "up to 64 of topk, align, permute, unpermute, grouped_gemm, silu_and_mul, silu_and_mul_fp8, sum, "
+                   "quantize_fp8, dequant, router, rms_norm, rms_norm_alone, rms_norm_fp8, rope, qk_norm_rope, "
+                   "cache_write, rope_cache_write, attention, prefill, sample, spec_verify, linear and linear_fp8, or "
+                   "exchange";
+        options->ops[options->num_ops++] = names[i];
+        if (!text[length]) return NULL;
+        text += length + 1;
+    }
+}
+
+static const char *parse_heads(options_t *options, const char *text)
+{
+    enum { kNumbers = 3 };
+    static const char expected[] = "QUERY:KEY:DIM, three numbers from 1 to 1048576";
+    int32_t *const numbers[kNumbers] = {&options->heads, &options->kv_heads, &options->head_dim};
+    for (int32_t i = 0; i < kNumbers; i++) {
+        char number[16];
+        size_t length = strcspn(text, ":");
+        if (length >= sizeof number || (text[length] == ':') != (i < kNumbers - 1)) return expected;
+        memcpy(number, text, length);
+        number[length] = 0;
+        if (!parse_int32(number, 1, MAX_WIDTH, numbers[i])) return expected;
+        text += length + 1;
+    }
+    return NULL;
+}
+
 static const char *parse_flag(const char *text, int32_t *value)
 {
     return parse_int32(text, 0, 1, value) ? NULL : "0 or 1";
@@ -278,20 +345,8 @@ static const char *parse_flag(const char *text, int32_t *value)
 static const char *parse_option(options_t *options, int option, const char *text)
 {
     static const char *const formats[] = {"table", "json", NULL};
-    static const char *const ops[] = {"topk",         "align",
-                                      "permute",      "unpermute",
-                                      "grouped_gemm", "silu_and_mul",
-                                      "sum",          "silu_and_mul_fp8",
-                                      "quantize_fp8", "dequant",
-                                      "router",       "rms_norm",
-                                      "rope",         "qk_norm_rope",
-                                      "cache_write",  "rope_cache_write",
-                                      "attention",    "prefill",
-                                      "sample",       "spec_verify",
-                                      "exchange",     "rms_norm_alone",
-                                      "rms_norm_fp8", "linear",
-                                      "linear_fp8",   NULL};
     static const char list_expected[] = "numbers from 0 on, with commas between them";
+    static const char width_expected[] = "a number from 1 to 1048576";
     const char *expected = NULL;
     int32_t flag = 1;
     int64_t seed = 0;
@@ -336,14 +391,11 @@ static const char *parse_option(options_t *options, int option, const char *text
         if (strcmp(text, "fp8") && strcmp(text, "dtype")) return "fp8 or dtype";
         options->wire_dtype = strcmp(text, "fp8") ? EPMOE_DTYPE_NONE : EPMOE_F8_E4M3;
         break;
-    case OPT_OP:
-        options->op = text;
-        return find_name(ops, text) >= 0
-                   ? NULL
-                   : "topk, align, permute, unpermute, grouped_gemm, silu_and_mul, silu_and_mul_fp8, sum, "
-                     "quantize_fp8, dequant, router, rms_norm, rms_norm_alone, rms_norm_fp8, rope, qk_norm_rope, "
-                     "cache_write, rope_cache_write, attention, prefill, sample, spec_verify, linear, linear_fp8 or "
-                     "exchange";
+    case OPT_OP: return parse_ops(options, text);
+    case OPT_HIDDEN: return parse_int32(text, 1, MAX_WIDTH, &options->hidden) ? NULL : width_expected;
+    case OPT_INTERMEDIATE: return parse_int32(text, 1, MAX_WIDTH, &options->intermediate) ? NULL : width_expected;
+    case OPT_TOP_K: return parse_int32(text, 1, EPMOE_MAX_EXPERTS, &options->top_k) ? NULL : "a number from 1 on";
+    case OPT_HEADS: return parse_heads(options, text);
     case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
     case OPT_INJECT_SLEEP: return parse_sleep(options, text);
@@ -359,14 +411,18 @@ static const char *check_together(options_t *options)
     if (options->model && options->checkpoint) return "--model and --checkpoint exclude each other";
     if (options->layer >= 0 && !options->checkpoint) return "--layer needs --checkpoint";
     if (options->num_cases && options->num_per_rank) return "--tokens and --tokens-per-rank exclude each other";
-    if (options->decoder && options->op) return "--decoder and --op exclude each other";
+    const bool op = options->num_ops > 0;
+    if (options->decoder && op) return "--decoder and --op exclude each other";
     if (options->context && !options->decoder) return "--context needs --decoder";
-    if (options->op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
-    if (options->op && options->wire_dtype && strcmp(options->op, "exchange"))
-        return "--wire is for the layer and --op exchange";
-    if (options->op && options->balanced) return "--placement balanced is for the layer, not for --op";
-    if (options->op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
-    for (int32_t i = 0; i < options->num_cases && options->op; i++)
+    if (op && options->checkpoint) return "--op needs a --model, not a --checkpoint";
+    for (int32_t i = 0; i < options->num_ops; i++)
+        if (!strcmp(options->ops[i], "exchange") && options->num_ops > 1) return "--op exchange runs alone";
+    if (!op && (options->hidden || options->intermediate || options->top_k || options->heads))
+        return "--hidden, --intermediate, --top-k and --heads need --op";
+    if (op && options->wire_dtype && !options_exchange(options)) return "--wire is for the layer and --op exchange";
+    if (op && options->balanced) return "--placement balanced is for the layer, not for --op";
+    if (op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
+    for (int32_t i = 0; i < options->num_cases && op; i++)
         if (!options->tokens[i]) return "--op needs at least one token";
     if (!options->model && !options->checkpoint) options->model = "qwen3-30b-a3b";
     if (!options->num_cases && !options->num_per_rank) options->tokens[options->num_cases++] = 16;
@@ -415,10 +471,10 @@ int options_parse(options_t *options, const program_t *program, int argc, char *
     if (options->inject_sleep_rank >= program->size)
         return program_error_once(program, PROGRAM_BAD_INPUT, "--inject-sleep is for rank %d: there are %d ranks",
                                   options->inject_sleep_rank, program->size);
-    if (options->op && !strcmp(options->op, "exchange")) {
+    if (options_exchange(options)) {
         if (program->size == 1)
             return program_error_once(program, PROGRAM_BAD_INPUT, "--op exchange needs at least two ranks");
-    } else if (options->op && program->size > 1)
+    } else if (options->num_ops && program->size > 1)
         return program_error_once(program, PROGRAM_BAD_INPUT, "--op runs on one rank: there are %d", program->size);
     return PROGRAM_OK;
 }

@@ -5,7 +5,10 @@
 #include "bench/routing.h"
 #include "tools/program.h"
 
+#include <string.h>
+
 #define OPTIONS_MAX_LIST 4096
+#define OPTIONS_MAX_OPS  64
 
 typedef enum options_action_t { ACTION_BENCH, ACTION_HELP, ACTION_LIST_MODELS } options_action_t;
 
@@ -41,11 +44,20 @@ typedef struct options_t {
     bool json;
     uint64_t seed;
     double timeout_s;
-    const char *op;            /* NULL: the layer */
-    int32_t inject_sleep_rank; /* -1: none */
+    int32_t num_ops; /* 0: the layer */
+    const char *ops[OPTIONS_MAX_OPS];
+    int32_t hidden, intermediate, top_k; /* of the ops, in place of the model's; 0: the model's */
+    int32_t heads, kv_heads, head_dim;   /* the same; heads 0: the model's */
+    int32_t inject_sleep_rank;           /* -1: none */
     int32_t inject_sleep_ms;
     bool inject_nan;
 } options_t;
+
+/* Whether it is the exchange that runs, the one op of several ranks. */
+static inline bool options_exchange(const options_t *options)
+{
+    return options->num_ops == 1 && !strcmp(options->ops[0], "exchange");
+}
 
 /* Reads and checks the arguments. Every rank finds the same; 0 or an exit code after rank 0 reported. */
 int options_parse(options_t *options, const program_t *program, int argc, char **argv);

@@ -45,6 +45,7 @@ static void print_speeds(const bench_t *bench)
 {
     const ceilings_t *ceilings = &bench->ceilings;
     printf("memory read %.2f GB/s, ", ceilings->read_bytes_per_s * 1e-9);
+    if (ceilings->copy_bytes_per_s > 0) printf("copy %.2f GB/s, ", ceilings->copy_bytes_per_s * 1e-9);
     if (bench->backend != EPMOE_BACKEND_CUDA)
         printf("fp32 GEMM %.1f GFLOP/s", ceilings->flops_per_s * 1e-9);
     else if (isfinite(ceilings->flops_per_s))
@@ -204,27 +205,32 @@ void report_op_header(const bench_t *bench)
     if (bench->program->rank) return;
     report_warnings(bench);
     if (bench->options->json) return;
-    printf("epmoe op %s at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->options->op,
-           bench->model, config->hidden, config->intermediate, config->num_experts, config->top_k,
-           bench_dtype_name(bench));
+    printf("epmoe ops at the shape of %s: hidden %d, intermediate %d, %d experts, top %d, %s\n", bench->model,
+           config->hidden, config->intermediate, config->num_experts, config->top_k, bench_dtype_name(bench));
     print_device(bench);
     printf("backend    %s (%s), %d threads\n", bench_backend_name(bench), epmoe_backend_arch(bench->backend),
            bench->program->num_threads);
     print_ceilings(bench);
-    printf("\n");
-    if (bench->program->size > 1) return; /* an op of all ranks has a table of its own */
-    printf("%10s %10s %10s %10s %9s %8s %10s %8s %6s %9s\n", "tokens", "us median", "min", "max", "GB/s", "TFLOP/s",
-           "floor us", "of floor", "wrong", "max err");
+    if (options_exchange(bench->options)) { /* it has a table of its own */
+        printf("\n");
+        return;
+    }
+    printf("timing     us of a call, %d warm-up and %d timed iterations, caches flushed before each%s\n\n",
+           bench->warmup, bench->iters,
+           bench->graph ? ", replay of a graph of that many calls, each on memory of its own" : "");
+    printf("%-16s %7s %8s %6s %10s %10s %10s %9s %8s %10s %8s %8s %6s %9s\n", "op", "hidden", "tokens", "calls",
+           "us median", "min", "max", "GB/s", "TFLOP/s", "floor us", "of floor", "of copy", "wrong", "max err");
 }
 
-epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result)
+epmoe_status_t report_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result)
 {
-    if (bench->options->json) return report_json_op(bench, num_tokens, result);
-    char wrong[32], error[32];
+    if (bench->options->json) return report_json_op(bench, op, num_tokens, result);
+    char wrong[32], error[32], copy[32] = "-";
     check_texts(result, wrong, error);
-    printf("%10d %10.1f %10.1f %10.1f %9.3f %8.4f %10.1f %8.3f %6s %9s\n", num_tokens, result->us_median,
-           result->us_min, result->us_max, result->memory_gbps, result->tflops, result->floor_us,
-           result->floor_fraction, wrong, error);
+    if (isfinite(result->copy_fraction)) snprintf(copy, sizeof copy, "%.3f", result->copy_fraction);
+    printf("%-16s %7d %8d %6d %10.2f %10.2f %10.2f %9.3f %8.4f %10.2f %8.3f %8s %6s %9s\n", op, bench->config.hidden,
+           num_tokens, result->calls, result->us_median, result->us_min, result->us_max, result->memory_gbps,
+           result->tflops, result->floor_us, result->floor_fraction, copy, wrong, error);
     fflush(stdout);
     return EPMOE_OK;
 }
@@ -233,11 +239,12 @@ void report_footer(const bench_t *bench, int64_t wrong)
 {
     const options_t *options = bench->options;
     if (bench->program->rank || options->json) return;
+    int32_t cases = options->num_cases * (options->num_ops ? options->num_ops : 1);
     if (!options->check)
-        printf("\nDONE: %d case%s, not checked\n", options->num_cases, options->num_cases == 1 ? "" : "s");
+        printf("\nDONE: %d case%s, not checked\n", cases, cases == 1 ? "" : "s");
     else
-        printf("\n%s: %d case%s, %lld wrong value%s\n", wrong ? "FAIL" : "PASS", options->num_cases,
-               options->num_cases == 1 ? "" : "s", (long long)wrong, wrong == 1 ? "" : "s");
+        printf("\n%s: %d case%s, %lld wrong value%s\n", wrong ? "FAIL" : "PASS", cases, cases == 1 ? "" : "s",
+               (long long)wrong, wrong == 1 ? "" : "s");
 }
 
 static bool shows_progress(const bench_t *bench) { return bench->program->rank == 0 && isatty(STDERR_FILENO); }

@@ -11,10 +11,10 @@ void report_header(const bench_t *bench);
 epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result);
 /* The same for --op. */
 void report_op_header(const bench_t *bench);
-epmoe_status_t report_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result);
+epmoe_status_t report_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result);
 /* report_json.c: one object on one line. */
 epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result);
-epmoe_status_t report_json_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result);
+epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result);
 void report_footer(const bench_t *bench, int64_t wrong);
 
 /* A line on a terminal's stderr while something long runs, in case `index` or before the first (-1);

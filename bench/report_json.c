@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* JSON has no infinity. */
+/* JSON has neither infinity nor NaN. */
 static json_t *number(double value) { return isfinite(value) ? json_real(value) : json_null(); }
 
 /* Null where it was not measured. */
@@ -37,7 +37,7 @@ static epmoe_status_t print_json(const json_field_t *fields, size_t count)
     return EPMOE_OK;
 }
 
-/* Null on the CPU, as json_empty_graph. */
+/* Null on the CPU, as json_empty_graph and json_copy_ceiling. */
 static json_t *json_device(const bench_t *bench)
 {
     const epmoei_device_info_t *info = bench->backend == EPMOE_BACKEND_CUDA ? epmoei_device_current() : NULL;
@@ -47,6 +47,12 @@ static json_t *json_device(const bench_t *bench)
 static json_t *json_empty_graph(const bench_t *bench)
 {
     return bench->backend == EPMOE_BACKEND_CUDA ? number(bench->ceilings.empty_graph_us) : json_null();
+}
+
+static json_t *json_copy_ceiling(const bench_t *bench)
+{
+    const double speed = bench->ceilings.copy_bytes_per_s;
+    return speed > 0 ? number(speed * 1e-9) : json_null();
 }
 
 static json_t *json_stages(const case_result_t *result)
@@ -123,6 +129,7 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
         {"load_max_over_mean", number(result->load_max_over_mean)},
         {"rank_load_max_over_mean", number(result->rank_load_max_over_mean)},
         {"read_ceiling_gbps", number(ceilings->read_bytes_per_s * 1e-9)},
+        {"copy_ceiling_gbps", json_copy_ceiling(bench)},
         {"gemm_ceiling_tflops", number(ceilings->flops_per_s * 1e-12)},
         {"gemm_sustained_tflops", sustained(ceilings)},
         {"empty_graph_us", json_empty_graph(bench)},
@@ -133,11 +140,14 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
     return print_json(fields, sizeof fields / sizeof fields[0]);
 }
 
-epmoe_status_t report_json_op(const bench_t *bench, int32_t num_tokens, const case_result_t *result)
+epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result)
 {
     const json_field_t fields[] = {
-        {"op", json_string(bench->options->op)},
+        {"op", json_string(op)},
         {"model", json_string(bench->model)},
+        {"hidden", json_integer(bench->config.hidden)},
+        {"intermediate", json_integer(bench->config.intermediate)},
+        {"top_k", json_integer(bench->config.top_k)},
         {"dtype", json_string(bench_dtype_name(bench))},
         {"backend", json_string(bench_backend_name(bench))},
         {"arch", json_string(epmoe_backend_arch(bench->backend))},
@@ -146,11 +156,13 @@ epmoe_status_t report_json_op(const bench_t *bench, int32_t num_tokens, const ca
         {"graph", json_boolean(bench->graph)},
         {"empty_graph_us", json_empty_graph(bench)},
         {"read_ceiling_gbps", number(bench->ceilings.read_bytes_per_s * 1e-9)},
+        {"copy_ceiling_gbps", json_copy_ceiling(bench)},
         {"gemm_ceiling_tflops", number(bench->ceilings.flops_per_s * 1e-12)},
         {"gemm_sustained_tflops", sustained(&bench->ceilings)},
         {"iters", json_integer(bench->iters)},
         {"warmup", json_integer(bench->warmup)},
         {"tokens", json_integer(num_tokens)},
+        {"calls", json_integer(result->calls)},
         {"us_median", number(result->us_median)},
         {"us_min", number(result->us_min)},
         {"us_max", number(result->us_max)},
@@ -158,6 +170,7 @@ epmoe_status_t report_json_op(const bench_t *bench, int32_t num_tokens, const ca
         {"tflops", number(result->tflops)},
         {"floor_us", number(result->floor_us)},
         {"floor_fraction", number(result->floor_fraction)},
+        {"copy_fraction", number(result->copy_fraction)},
         {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
         {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
     };

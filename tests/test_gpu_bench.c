@@ -71,6 +71,9 @@ static void assert_right(const testing_process_t *process, int32_t cases, bool g
         cr_assert(number(object, "us_min") > 0 && number(object, "us_min") <= number(object, "us_median") &&
                   number(object, "us_median") <= number(object, "us_max"));
         cr_assert(number(object, "read_ceiling_gbps") > 0 && number(object, "floor_us") > 0);
+        /* What is read and written at once, of a memory that does one thing at a time. */
+        double copy = number(object, "copy_ceiling_gbps") / number(object, "read_ceiling_gbps");
+        cr_assert(copy > 0.3 && copy < 1.1, "a copy at %g of the read bandwidth", copy);
         json_decref(object);
     }
 }
@@ -242,10 +245,61 @@ Test(gpu_bench, single_ops)
                 json_t *object = json_line(&process, line);
                 cr_assert_str_eq(json_string_value(json_object_get(object, "op")), ops[i]);
                 cr_assert(number(object, "gbps") > 0);
+                double calls = number(object, "calls");
+                cr_assert(strstr(options[j], "--graph 0") ? calls == 1 : calls >= 1 && calls <= 20);
                 json_decref(object);
             }
             testing_process_free(&process);
         }
+}
+
+/* Several ops of one start, at a shape that no model has: chains of calls, each with the results of a call alone. */
+Test(gpu_bench, ops_in_a_chain)
+{
+    need_device();
+    static const char *const ops[] = {"rms_norm_alone",   "rms_norm",  "rms_norm_fp8", "silu_and_mul",
+                                      "silu_and_mul_fp8", "rope",      "qk_norm_rope", "rope_cache_write",
+                                      "cache_write",      "attention", "prefill",      "linear",
+                                      "linear_fp8",       "sample",    "spec_verify"};
+    enum { kOps = sizeof ops / sizeof ops[0], kCases = 2 };
+    char list[512] = "";
+    for (size_t i = 0; i < kOps; i++) snprintf(list + strlen(list), sizeof list - strlen(list), ",%s", ops[i]);
+    testing_process_t process =
+        run_bench("--model mixtral-8x7b --op %s --top-k 1 --hidden 7168 --intermediate 14336 --heads 56:8:128 "
+                  "--tokens 1,16 --iters 3 --format json",
+                  list + 1);
+    assert_right(&process, kOps * kCases, true);
+    for (int32_t line = 0; line < kOps * kCases; line++) {
+        json_t *object = json_line(&process, line);
+        const char *op = json_string_value(json_object_get(object, "op"));
+        cr_assert_str_eq(op, ops[line / kCases]);
+        cr_assert_eq(number(object, "tokens"), line % kCases ? 16 : 1);
+        cr_assert_eq(number(object, "hidden"), 7168);
+        bool large = !strcmp(op, "attention") || !strcmp(op, "linear") || !strcmp(op, "sample") ||
+                     !strcmp(op, "linear_fp8") || !strcmp(op, "spec_verify");
+        if (!large) cr_assert_eq(number(object, "calls"), 20, "%s: %g calls", op, number(object, "calls"));
+        cr_assert_geq(number(object, "calls"), 1);
+        /* Memory bounds all of them here. */
+        cr_assert_gt(number(object, "copy_fraction"), 0);
+        json_decref(object);
+    }
+    testing_process_free(&process);
+}
+
+/* A call in a chain cannot be faster than memory, or its data were not cold; and it is not billed for the graph. */
+Test(gpu_bench, a_chain_is_cold)
+{
+    need_device();
+    testing_process_t process = run_bench("--model mixtral-8x7b --op rms_norm_alone,cache_write --tokens 1,8192 "
+                                          "--check=0 --format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    for (int32_t line = 0; line < 4; line++) {
+        json_t *object = json_line(&process, line);
+        cr_assert_lt(number(object, "floor_fraction"), 1.02);
+        if (line % 2 == 0) cr_assert_lt(number(object, "us_median"), number(object, "empty_graph_us") + 4);
+        json_decref(object);
+    }
+    testing_process_free(&process);
 }
 
 Test(gpu_bench, table_names_the_device)
@@ -254,7 +308,7 @@ Test(gpu_bench, table_names_the_device)
     testing_process_t process = run_bench("--checkpoint %s/golden/mixtral --tokens 4 --iters 1", EPMOE_TEST_DATA);
     cr_assert_eq(process.exit_code, 0, "%s", process.errors);
     const char *const parts[] = {
-        epmoei_device_info(0)->name, "SMs",         "1 rank per device", "memory read", "empty graph",
+        epmoei_device_info(0)->name, "SMs",         "1 rank per device", "memory read", "copy", "empty graph",
         "replay of a graph",         "PASS: 1 case"};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         cr_assert(strstr(process.output, parts[i]), "no '%s' in:\n%s", parts[i], process.output);

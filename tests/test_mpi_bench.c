@@ -344,6 +344,14 @@ Test(bench, refusals)
         {"--graph 2", 2, "--graph is '2'"},
         {"--op fft", 2, "grouped_gemm"},
         {"--op sum --tokens 0", 2, "at least one token"},
+        {"--op sum,", 2, "--op is 'sum,'"},
+        {"--op sum,exchange", 2, "--op exchange runs alone"},
+        {"--op sum --top-k 129", 2, "--top-k is 129: expected at most 128"},
+        {"--op sum --hidden 0", 2, "--hidden is '0'"},
+        {"--op sum --intermediate x", 2, "--intermediate is 'x'"},
+        {"--op rope --heads 8:2", 2, "--heads is '8:2': expected QUERY:KEY:DIM"},
+        {"--op rope --heads 8:2:64:1", 2, "--heads is"},
+        {"--hidden 64", 2, "need --op"},
         {"--inject-sleep 1:5", 2, "there are 1 ranks"},
         {"--nosuch", 2, "--nosuch"},
         {"more", 2, "'more'"},
@@ -458,6 +466,28 @@ Test(bench, without_a_check_nothing_is_called_right)
     testing_process_free(&process);
 }
 
+/* Several ops of one start, at a shape of their own. */
+Test(bench, ops_at_a_shape)
+{
+    static const char *const ops[] = {"rms_norm_alone", "silu_and_mul", "rope"};
+    /* Of one token, what must move: x, y and the weight; gate, up and y; the turned columns, table row and position. */
+    static const double bytes[] = {3 * 192 * 2, 3 * 96 * 2, 2 * (6 + 2) * 32 * 2 + 4 * 32 + 8};
+    testing_process_t process = run_bench(
+        0, "--op rms_norm_alone,silu_and_mul,rope --model olmoe-1b-7b --hidden 192 --intermediate 96 --top-k 1 "
+           "--heads 6:2:32 --tokens 1,5 --iters 1 --warmup 0 --format json");
+    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
+    for (int32_t line = 0; line < 6; line++) {
+        json_t *object = json_line(&process, line);
+        assert_text(object, "op", ops[line / 2]);
+        cr_assert_eq(number(object, "tokens"), line % 2 ? 5 : 1);
+        cr_assert_eq(number(object, "wrong"), 0);
+        double moved = number(object, "gbps") * number(object, "us_median") * 1e3;
+        if (line % 2 == 0) cr_assert_float_eq(moved, bytes[line / 2], 1, "%s: %g bytes", ops[line / 2], moved);
+        json_decref(object);
+    }
+    testing_process_free(&process);
+}
+
 Test(bench, single_ops)
 {
     static const char *const ops[] = {"topk",
@@ -488,6 +518,8 @@ Test(bench, single_ops)
         for (int32_t line = 0; line < 2; line++) {
             json_t *object = json_line(&process, line);
             assert_text(object, "op", ops[i]);
+            cr_assert_eq(number(object, "calls"), 1);
+            cr_assert(json_is_null(json_object_get(object, "copy_fraction")));
             cr_assert_eq(number(object, "tokens"), line ? 33 : 1);
             cr_assert_eq(number(object, "wrong"), 0);
             cr_assert(number(object, "us_median") > 0 && number(object, "gbps") > 0 && number(object, "floor_us") > 0);
