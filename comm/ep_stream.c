@@ -1,6 +1,8 @@
 /* What dispatch and combine ask of a stream: whether they may work on it, marks in it, and copies. */
 #include "comm/transport.h"
 
+#include "kernels/op_check.h"
+
 epmoe_status_t epmoei_ep_check_stream(const epmoe_ep_t *ep, const char *call, epmoe_stream_t stream)
 {
     if (!epmoei_ep_is_cuda(ep)) return EPMOE_OK;
@@ -16,9 +18,7 @@ epmoe_status_t epmoei_ep_check_stream(const epmoe_ep_t *ep, const char *call, ep
 
 epmoe_status_t epmoei_ep_check_aligned(const epmoe_ep_t *ep, const char *name, const void *pointer)
 {
-    if (!epmoei_ep_is_cuda(ep) || (uintptr_t)pointer % 16 == 0) return EPMOE_OK;
-    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 16 bytes", name,
-                       pointer);
+    return epmoei_ep_is_cuda(ep) ? epmoei_check_aligned(name, pointer, 16) : EPMOE_OK;
 }
 
 epmoe_status_t epmoei_ep_mark(epmoe_ep_t *ep, epmoe_stream_t stream)

@@ -349,11 +349,6 @@ inline epmoe_status_t check_blocks(int64_t blocks)
                        (long long)blocks, INT32_MAX);
 }
 
-template <typename Kernel> epmoe_status_t allow_shared(Kernel kernel, int32_t bytes, const char *name)
-{
-    return epmoei_allow_shared(kernel, (size_t)bytes, name);
-}
-
 } // namespace
 
 #endif

@@ -271,7 +271,7 @@ template <typename T, int kCols>
 static epmoe_status_t launch(const attention_t &p, int64_t blocks, epmoe_stream_t stream)
 {
     const int32_t bytes = decode_layout<T, kCols>::kBytes;
-    EPMOEI_CHECK(allow_shared(decode_kernel<T, kCols>, bytes, "epmoe_attention"));
+    EPMOEI_CHECK(epmoei_allow_shared(decode_kernel<T, kCols>, (size_t)bytes, "epmoe_attention"));
     return epmoei_cuda_status((int32_t)epmoei_launch_dependent(decode_kernel<T, kCols>, dim3((unsigned)blocks),
                                                                dim3(kThreads), bytes, stream, p),
                               "epmoe_attention");

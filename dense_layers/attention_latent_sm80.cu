@@ -209,7 +209,7 @@ template <typename T> static __global__ void __launch_bounds__(kThreads, 1) late
 template <typename T> static epmoe_status_t launch(const attention_t &p, int64_t blocks, epmoe_stream_t stream)
 {
     const int32_t bytes = latent_layout<T>::kBytes;
-    EPMOEI_CHECK(allow_shared(latent_kernel<T>, bytes, "epmoe_attention"));
+    EPMOEI_CHECK(epmoei_allow_shared(latent_kernel<T>, (size_t)bytes, "epmoe_attention"));
     return epmoei_cuda_status(
         (int32_t)epmoei_launch_dependent(latent_kernel<T>, dim3((unsigned)blocks), dim3(kThreads), bytes, stream, p),
         "epmoe_attention");

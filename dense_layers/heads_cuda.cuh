@@ -175,6 +175,23 @@ struct epmoei_head_ring_t {
     }
 };
 
+/* A thread of such a kernel: where it computes, where its copies are, and which runs of a head it has. */
+struct epmoei_head_thread_t {
+    epmoei_head_ring_t ring;
+    epmoei_head_walk_t at;
+    epmoei_head_walk_t ahead;
+    int32_t lane;
+
+    /* stages: the block's dynamic shared memory. */
+    __device__ __forceinline__ epmoei_head_thread_t(const epmoei_head_steps_t &steps, uint4 *stages)
+    {
+        ring.own = ptx_shared_address(stages + threadIdx.x);
+        at.begin(steps);
+        ahead = at;
+        lane = (int32_t)(threadIdx.x % (uint32_t)steps.lanes);
+    }
+};
+
 /* ------------------------------------------------------------------------------------------ positions and the table */
 
 struct epmoei_positions_t {
@@ -205,6 +222,13 @@ __device__ __forceinline__ epmoei_raw_index_t epmoei_load_raw_index(const void *
     epmoei_raw_index_t raw = {word[0], 0};
     if (wide) raw.high = word[1];
     return raw;
+}
+
+/* The last token's behind the end. */
+__device__ __forceinline__ epmoei_raw_index_t epmoei_load_token_index(const void *data, epmoe_dtype_t dtype,
+                                                                      uint32_t token, uint32_t num_tokens)
+{
+    return epmoei_load_raw_index(data, dtype, min(token, num_tokens - 1));
 }
 
 __device__ __forceinline__ int64_t epmoei_index_of(const epmoei_raw_index_t &raw, epmoe_dtype_t dtype)

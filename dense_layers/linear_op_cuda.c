@@ -7,15 +7,6 @@
 #include "dense_layers/dense_check.h"
 #include "dense_layers/linear_cublas.h"
 
-#include <stdint.h>
-
-static epmoe_status_t check_aligned(const char *name, const void *pointer, uintptr_t bytes)
-{
-    if (((uintptr_t)pointer & (bytes - 1)) == 0) return EPMOE_OK;
-    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to %d bytes", name, pointer,
-                       (int)bytes);
-}
-
 static epmoei_linear_run_t make_run(const epmoe_linear_args_t *args, const epmoei_linear_space_t *space,
                                     epmoe_stream_t stream)
 {
@@ -35,13 +26,12 @@ static epmoei_linear_t make_linear(const epmoe_linear_args_t *args)
 epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_t stream)
 {
     epmoei_linear_space_t space;
-    EPMOEI_CHECK(check_aligned("x", args->x, 16));
-    EPMOEI_CHECK(check_aligned("x_scale", args->x_scale, args->x_dtype == EPMOE_F8_E4M3 ? 16 : 4));
-    EPMOEI_CHECK(check_aligned("weight.data", args->weight.data, 16));
-    EPMOEI_CHECK(check_aligned("weight.scales", args->weight.scales, 16));
-    EPMOEI_CHECK(check_aligned("bias", args->bias, 16));
-    EPMOEI_CHECK(check_aligned("y", args->y, 16));
-    EPMOEI_CHECK(check_aligned("workspace", args->workspace, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("x", args->x, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("weight.data", args->weight.data, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("weight.scales", args->weight.scales, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("bias", args->bias, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("y", args->y, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("workspace", args->workspace, 16));
     EPMOEI_CHECK(epmoei_linear_place(args, EPMOE_BACKEND_CUDA, &space));
     if (args->x_quant == 0 && !args->bias && args->weight.format == epmoei_format_of_dtype(args->x_dtype) &&
         args->x_dtype != EPMOE_F32) {

@@ -66,12 +66,10 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_k
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
     float *const weights = (float *)(stages + kHeadStages * 2 * blockDim.x); /* of q heads, then of k heads */
-    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_thread_t own(p.steps, stages);
+    epmoei_head_walk_t &at = own.at, &ahead = own.ahead;
     const uint32_t num_tokens = (uint32_t)p.num_tokens;
-    epmoei_head_walk_t at, ahead;
-    at.begin(p.steps);
-    ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes), all_heads = (int32_t)p.all_heads;
+    const int32_t lane = own.lane, all_heads = (int32_t)p.all_heads;
     const bool rotates = lane < p.rotated, shares = lane < p.shares;
     /* Behind the rotated columns the rest of the head, as two halves as well. */
     const int32_t a_col = (rotates ? lane : lane + p.rotated) * kRun;
@@ -81,15 +79,15 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_k
     epmoei_begin_dependent();
     const auto copy_ahead = [&](uint32_t stage) {
         const bool valid = shares && ahead.token < num_tokens && ahead.head() < all_heads;
-        ring.copy(stage, from, valid, from + apart, valid);
+        own.ring.copy(stage, from, valid, from + apart, valid);
         from += p.step + (ahead.step(p.steps) ? p.passing : 0);
     };
     const auto position_at = [&](uint32_t token) {
-        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
+        return epmoei_load_token_index(p.positions.data, p.positions.dtype, token, num_tokens);
     };
+    epmoei_raw_index_t position = position_at(at.token); /* what the table has to wait for comes first */
 #pragma unroll
     for (uint32_t i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
-    epmoei_raw_index_t position = position_at(at.token);
     for (int32_t i = threadIdx.x; i < p.head_dim; i += blockDim.x) {
         weights[i] = weight_at(p, p.q_weight, i);
         weights[p.head_dim + i] = weight_at(p, p.k_weight, i);
@@ -102,11 +100,11 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_k
         const float *row = works ? epmoei_table_row(p.positions, position, head == 0 && lane == 0) : NULL;
         epmoei_turn_t<kRun> turn;
         if (row && rotates) epmoei_load_turn<kRun>(turn, row, a_col, p.half, kStyle, 1.0f);
-        T *const own = to;
+        T *const head_at = to;
         to += p.step + (at.step(p.steps) ? p.passing : 0);
         position = position_at(at.token);
         uint4 a, b;
-        ring.take(a, b, stage);
+        own.ring.take(a, b, stage);
         copy_ahead((stage + kHeadStages - 1) % kHeadStages);
         float x[kRun], y[kRun];
         epmoei_unpack_part<T>(x, a);
@@ -119,8 +117,8 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) qk_k
         normalise_run(x, w, r);
         normalise_run(y, w + apart, r);
         if (rotates) epmoei_rotate<kRun>(x, y, turn, kStyle);
-        *(uint4 *)own = epmoei_pack_part<T>(x);
-        *(uint4 *)(own + apart) = epmoei_pack_part<T>(y);
+        *(uint4 *)head_at = epmoei_pack_part<T>(x);
+        *(uint4 *)(head_at + apart) = epmoei_pack_part<T>(y);
     }
 }
 

@@ -142,21 +142,19 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
 {
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
-    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_thread_t own(p.steps, stages);
+    epmoei_head_walk_t &at = own.at, &ahead = own.ahead;
     const uint32_t num_tokens = (uint32_t)p.num_tokens;
-    epmoei_head_walk_t at, ahead;
-    at.begin(p.steps);
-    ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes);
+    const int32_t lane = own.lane;
     const bool turns = lane < p.half / kRun;
     const columns_t of_head = head_columns<kRun>(p, lane, turns), of_value = value_columns<kRun>(p, lane);
     const int32_t first_key = (int32_t)p.num_heads, first_value = (int32_t)(p.num_heads + p.kv_heads);
     epmoei_begin_dependent();
     const auto position_at = [&](uint32_t token) {
-        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
+        return epmoei_load_token_index(p.positions.data, p.positions.dtype, token, num_tokens);
     };
     const auto slot_at = [&](uint32_t token) {
-        return epmoei_load_raw_index(p.slots, p.slots_dtype, min(token, num_tokens - 1));
+        return epmoei_load_token_index(p.slots, p.slots_dtype, token, num_tokens);
     };
     /* Rows of v whose token has no slot are not read. */
     const auto copy_ahead = [&](uint32_t stage, const epmoei_raw_index_t &raw) {
@@ -166,16 +164,20 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         if (is_value) valid = valid && (uint64_t)epmoei_index_of(raw, p.slots_dtype) < (uint64_t)p.num_slots;
         const columns_t columns = is_value ? of_value : of_head;
         const T *from = head_row<T>(p, ahead.token, head);
-        ring.copy(stage, from + columns.a, valid && columns.a < p.head_dim, from + columns.b,
-                  valid && columns.b < p.head_dim);
+        own.ring.copy(stage, from + columns.a, valid && columns.a < p.head_dim, from + columns.b,
+                      valid && columns.b < p.head_dim);
         ahead.step(p.steps);
     };
-    epmoei_raw_index_t position = position_at(at.token), slot = slot_at(at.token), ahead_slot = slot;
+    epmoei_raw_index_t position = position_at(at.token), first_slots[kHeadStages];
+    epmoei_head_walk_t next = at;
 #pragma unroll
-    for (uint32_t i = 0; i < kHeadStages - 1; i++) {
-        copy_ahead(i, ahead_slot);
-        ahead_slot = slot_at(ahead.token);
+    for (uint32_t i = 0; i < kHeadStages; i++) {
+        first_slots[i] = slot_at(next.token);
+        next.step(p.steps);
     }
+#pragma unroll
+    for (uint32_t i = 0; i < kHeadStages - 1; i++) copy_ahead(i, first_slots[i]);
+    epmoei_raw_index_t slot = first_slots[0], ahead_slot = first_slots[kHeadStages - 1];
     for (uint32_t stage = 0; at.first < num_tokens; stage = (stage + 1) % kHeadStages) {
         const uint32_t token = at.token;
         const int32_t head = at.head();
@@ -189,7 +191,7 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         position = position_at(at.token);
         slot = slot_at(at.token);
         epmoei_cache_run_t<T, kRun> a, b;
-        ring.take(a.part, b.part, stage);
+        own.ring.take(a.part, b.part, stage);
         copy_ahead((stage + kHeadStages - 1) % kHeadStages, ahead_slot);
         ahead_slot = slot_at(ahead.token);
         if (!works) continue;

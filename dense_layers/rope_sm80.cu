@@ -32,25 +32,23 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
 {
     constexpr int kRun = epmoei_part_size<T>;
     extern __shared__ uint4 stages[];
-    const epmoei_head_ring_t ring = {ptx_shared_address(stages + threadIdx.x)};
+    epmoei_head_thread_t own(p.steps, stages);
+    epmoei_head_walk_t &at = own.at, &ahead = own.ahead;
     const uint32_t num_tokens = (uint32_t)p.num_tokens;
-    epmoei_head_walk_t at, ahead;
-    at.begin(p.steps);
-    ahead = at;
-    const int32_t lane = (int32_t)(threadIdx.x % (uint32_t)p.steps.lanes), first = lane * kRun;
+    const int32_t lane = own.lane, first = lane * kRun;
     epmoei_begin_dependent();
     const auto copy_ahead = [&](uint32_t stage) {
         const bool valid = ahead.token < num_tokens && ahead.head() < p.all_heads;
         const T *from = head_row<T>(p, ahead.token, ahead.head()) + first;
-        ring.copy(stage, from, valid, from + p.half, valid);
+        own.ring.copy(stage, from, valid, from + p.half, valid);
         ahead.step(p.steps);
     };
     const auto position_at = [&](uint32_t token) {
-        return epmoei_load_raw_index(p.positions.data, p.positions.dtype, min(token, num_tokens - 1));
+        return epmoei_load_token_index(p.positions.data, p.positions.dtype, token, num_tokens);
     };
+    epmoei_raw_index_t position = position_at(at.token); /* what the table has to wait for comes first */
 #pragma unroll
     for (uint32_t i = 0; i < kHeadStages - 1; i++) copy_ahead(i);
-    epmoei_raw_index_t position = position_at(at.token);
     for (uint32_t stage = 0; at.first < num_tokens; stage = (stage + 1) % kHeadStages) {
         const int32_t head = at.head();
         const bool works = at.token < num_tokens && head < p.all_heads;
@@ -61,7 +59,7 @@ static __global__ void __launch_bounds__(kHeadWalkThreads, kHeadWalkBlocks) rope
         at.step(p.steps);
         position = position_at(at.token);
         uint4 a, b;
-        ring.take(a, b, stage);
+        own.ring.take(a, b, stage);
         copy_ahead((stage + kHeadStages - 1) % kHeadStages);
         if (!row) continue;
         float x[kRun], y[kRun];

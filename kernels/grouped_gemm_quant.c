@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "kernels/activation.h"
+#include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
 #include "kernels/quant_tiles.h"
 
@@ -35,9 +36,7 @@ static epmoe_status_t check_alignment(const epmoe_grouped_gemm_args_t *args)
                     {"weight.g_idx", args->weight.g_idx},
                     {"workspace", args->workspace}};
     for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
-        if ((uintptr_t)pointers[i].pointer % 16)
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 16 bytes",
-                               pointers[i].name, pointers[i].pointer);
+        EPMOEI_CHECK(epmoei_check_aligned(pointers[i].name, pointers[i].pointer, 16));
     return EPMOE_OK;
 }
 

@@ -16,6 +16,13 @@ epmoe_status_t epmoei_check_pointer(const char *name, const void *pointer)
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL: expected a buffer", name);
 }
 
+epmoe_status_t epmoei_check_aligned(const char *name, const void *pointer, int32_t bytes)
+{
+    if ((uintptr_t)pointer % (uintptr_t)bytes == 0) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to %d bytes", name, pointer,
+                       bytes);
+}
+
 epmoe_status_t epmoei_check_float_dtype(const char *name, epmoe_dtype_t dtype)
 {
     if (epmoei_dtype_is_float(dtype)) return EPMOE_OK;

@@ -51,12 +51,14 @@ __global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_
     const int32_t lane = threadIdx.x % kLanes;
     const int64_t groups = (args.width + kGroup - 1) / kGroup, all = groups * args.num_tokens;
     const int64_t step = (int64_t)gridDim.x * (kThreads / kLanes), rounds = (all + step - 1) / step;
+    const bool narrow = rounds * step <= UINT32_MAX; /* a division of 64 bits takes as long as the rest */
     int64_t at = (int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
     epmoei_begin_dependent();
     epmoei_divisor_t divisor = epmoei_divisor(fixed ? *args.static_scale : 1.0f);
     /* Both halves of a warp take part in the shuffles of either. */
     for (int64_t round = 0; round < rounds; round++, at += step) {
-        const int64_t row = at / groups, first = (at - row * groups) * kGroup + lane * kCount;
+        const int64_t row = narrow ? (uint32_t)at / (uint32_t)groups : at / groups,
+                      first = (at - row * groups) * kGroup + lane * kCount;
         float y[kRounds][kCount], amax = 0.0f;
 #pragma unroll
         for (int r = 0; r < kRounds; r++) {

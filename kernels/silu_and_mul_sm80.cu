@@ -1,12 +1,14 @@
+#include "kernels/launch_cuda.cuh"
 #include "kernels/silu_and_mul_cuda.cuh"
 
 static const int kRun = EPMOEI_SILU_RUN;
 
 /* y may be x: a thread writes only what it alone has read before. */
 template <typename T, int kCount>
-static __global__ void __launch_bounds__(256) silu_and_mul_kernel(epmoe_silu_and_mul_args_t args)
+static __global__ void __launch_bounds__(256) silu_and_mul_kernel(const epmoe_silu_and_mul_args_t args)
 {
-    int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
+    const int64_t col = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * kCount;
+    epmoei_begin_dependent();
     if (col >= args.width) return;
     for (int64_t row = blockIdx.y; row < args.num_tokens; row += gridDim.y) {
         float y[kCount];
@@ -21,11 +23,9 @@ template <typename T> static epmoe_status_t launch(const epmoe_silu_and_mul_args
     int64_t granule = 16 / (int64_t)sizeof(T);
     bool aligned = args->width % kRun == 0 && args->x_stride % granule == 0 && args->y_stride % granule == 0;
     epmoei_row_grid_t grid = epmoei_row_grid(args->num_tokens, aligned ? args->width / kRun : args->width);
-    if (aligned)
-        silu_and_mul_kernel<T, kRun><<<grid.blocks, grid.threads, 0, stream>>>(*args);
-    else
-        silu_and_mul_kernel<T, 1><<<grid.blocks, grid.threads, 0, stream>>>(*args);
-    return EPMOEI_LAUNCH_CHECK("epmoe_silu_and_mul");
+    const auto kernel = aligned ? silu_and_mul_kernel<T, kRun> : silu_and_mul_kernel<T, 1>;
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, grid.blocks, grid.threads, 0, stream, *args),
+                              "epmoe_silu_and_mul");
 }
 
 extern "C" epmoe_status_t epmoei_silu_and_mul_sm80(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream)

@@ -6,6 +6,7 @@
 #include "comm/ep_wire.h"
 #include "kernels/experts_few.h"
 #include "kernels/kernel_table.h"
+#include "kernels/op_check.h"
 #include "kernels/route.h"
 #include "moe/experts.h"
 
@@ -34,9 +35,7 @@ static epmoe_status_t check_device_args(const epmoe_layer_t *layer, const epmoe_
                    {"logits", args->logits},
                    {"expert_load", args->expert_load}};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
-        if ((uintptr_t)tensors[i].pointer % 16)
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 16 bytes",
-                               tensors[i].name, tensors[i].pointer);
+        EPMOEI_CHECK(epmoei_check_aligned(tensors[i].name, tensors[i].pointer, 16));
     return epmoei_comm_check_device(layer->comm);
 }
 
