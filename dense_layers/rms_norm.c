@@ -15,6 +15,18 @@ static epmoe_status_t check_quant(const epmoe_rms_norm_args_t *args)
     return EPMOE_OK;
 }
 
+static epmoe_status_t check_y_dtype(epmoe_rms_norm_args_t *args)
+{
+    const epmoe_dtype_t usual = args->quant == 0 ? args->dtype : EPMOE_F8_E4M3;
+    if (args->y_dtype == EPMOE_DTYPE_NONE) args->y_dtype = usual;
+    bool narrower =
+        args->quant == 0 && args->dtype == EPMOE_F32 && (args->y_dtype == EPMOE_BF16 || args->y_dtype == EPMOE_F16);
+    if (args->y_dtype == usual || narrower) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "y_dtype is %d (%s): with dtype %s and quant %d expected %s%s",
+                       (int)args->y_dtype, epmoe_dtype_string(args->y_dtype), epmoe_dtype_string(args->dtype),
+                       (int)args->quant, epmoe_dtype_string(usual), usual == EPMOE_F32 ? ", bf16 or f16" : "");
+}
+
 static epmoe_status_t check_aliases(const epmoe_rms_norm_args_t *args)
 {
     if (args->residual && (args->residual == args->x || args->residual == args->y))
@@ -24,6 +36,9 @@ static epmoe_status_t check_aliases(const epmoe_rms_norm_args_t *args)
     if (args->quant != 0)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "y == x with quant %d: expected a buffer of its own",
                            (int)args->quant);
+    if (args->y_dtype != args->dtype)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "y == x with y_dtype %s: expected a buffer of its own",
+                           epmoe_dtype_string(args->y_dtype));
     if (args->num_tokens > 1 && args->y_stride != args->x_stride)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "y_stride is %lld: y == x, expected x_stride %lld",
                            (long long)args->y_stride, (long long)args->x_stride);
@@ -44,6 +59,7 @@ epmoe_status_t epmoei_rms_norm_check(const epmoe_rms_norm_args_t *args, epmoe_rm
     EPMOEI_CHECK(epmoei_check_eps(&out->eps));
     EPMOEI_CHECK(epmoei_check_range("weight_offset", out->weight_offset, 0, 1));
     EPMOEI_CHECK(check_quant(out));
+    EPMOEI_CHECK(check_y_dtype(out));
     if (out->num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("x", out->x));
     EPMOEI_CHECK(epmoei_check_pointer("weight", out->weight));
@@ -54,7 +70,7 @@ epmoe_status_t epmoei_rms_norm_check(const epmoe_rms_norm_args_t *args, epmoe_rm
 epmoei_floor_t epmoei_rms_norm_floor(const epmoe_rms_norm_args_t *args)
 {
     double element = epmoe_dtype_size(args->dtype), rows = args->num_tokens, d = args->hidden;
-    double out = args->quant == 0 ? element : 1;
+    double out = epmoe_dtype_size(args->y_dtype);
     double bytes = rows * d * (element + out + (args->residual ? 2 * element : 0));
     bytes += d * epmoe_dtype_size(args->weight_dtype) + rows * 4 * (double)epmoei_rms_norm_scales(args);
     return (epmoei_floor_t){.bytes = bytes + (args->quant == EPMOE_GRANULARITY_TENSOR ? 4 : 0)};

@@ -3,11 +3,11 @@
  * Contract of every kernel:
  *   order       sum of squares in double, on the CPU as dense_layers/square_sum.h has it, on CUDA in an order that
  *               depends on hidden and dtype alone; (s * r) * w with r the 1 / sqrt(...) rounded to fp32
- *   rounding    s to dtype before anything else reads it; n to dtype, also where only its E4M3 code is stored
+ *   rounding    s to dtype before anything else reads it; n to y_dtype, or to dtype where only its E4M3 code is stored
  *   edges       any hidden >= 1 and any strides at least as wide as the rows; T = 0 is a no-op
  *   alignment   CPU: element; CUDA: 16 bytes at the base, scales 4. There rows of whole 16 bytes, up to 64 KiB long,
  *               are read once; others element by element, once more for each pass
- *   aliasing    y == x with equal strides and without quant; residual apart from both
+ *   aliasing    y == x with equal strides and types; residual apart from both
  *   padding     columns between hidden and the stride are untouched
  *   NaN         spreads over its row; a row of zeros is zeros
  */

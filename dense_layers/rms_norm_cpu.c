@@ -110,7 +110,7 @@ static void norm_row(const epmoe_rms_norm_args_t *args, int64_t t)
             continue;
         }
         normalise(args, t, first, cols, r, values);
-        epmoei_from_f32(epmoei_at(args->y, args->dtype, t * args->y_stride + first), values, args->dtype, cols);
+        epmoei_from_f32(epmoei_at(args->y, args->y_dtype, t * args->y_stride + first), values, args->y_dtype, cols);
     }
 }
 

@@ -21,7 +21,7 @@ static void add_residual(const epmoe_rms_norm_args_t *args, int64_t t)
 static float normalised(const epmoe_rms_norm_args_t *args, int64_t t, int64_t i, float r)
 {
     float w = epmoei_load(args->weight, args->weight_dtype, i) + (args->weight_offset ? 1.0f : 0.0f);
-    return epmoei_round_to(summed(args, t, i) * r * w, args->dtype);
+    return epmoei_round_to(summed(args, t, i) * r * w, args->quant == 0 ? args->y_dtype : args->dtype);
 }
 
 /* Columns [first, last) of row t with one scale: the given one, or that of their largest. */
@@ -48,7 +48,7 @@ epmoe_status_t epmoei_rms_norm_ref(const epmoe_rms_norm_args_t *args, epmoe_stre
         }
         float r = epmoei_square_sum_rsqrt(&sum, d, args->eps);
         for (int64_t i = 0; i < d && args->quant == 0; i++)
-            epmoei_store(args->y, args->dtype, t * args->y_stride + i, normalised(args, t, i, r));
+            epmoei_store(args->y, args->y_dtype, t * args->y_stride + i, normalised(args, t, i, r));
         for (int64_t first = 0; first < d && args->quant != 0; first += group) {
             float scale = args->static_scale ? epmoei_load(args->static_scale, EPMOE_F32, 0) : 0;
             quantise(args, t, first, epmoei_min64(first + group, d), r, &scale);

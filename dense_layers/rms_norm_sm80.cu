@@ -30,7 +30,8 @@ struct norm_t {
     int32_t hidden;
     int32_t num_parts; /* of a row, the last may be narrow */
     epmoe_dtype_t weight_dtype;
-    bool weight_as_x; /* of the same dtype */
+    bool weight_as_x;      /* of the same dtype */
+    epmoe_dtype_t y_dtype; /* of x, or 16 bits of x in fp32; not looked at with quant */
     epmoe_granularity_t quant;
 };
 
@@ -94,6 +95,24 @@ __device__ __forceinline__ uint4 normalise(const uint4 &part, const float (&weig
     for (int i = 0; i < epmoei_part_size<T>; i++)
         values[i] = __fmul_rn(__fmul_rn(values[i], r), __fadd_rn(weights[i], offset));
     return epmoei_pack_part<T>(values);
+}
+
+/* What y gets of a part: as it is, or rounded to 16 bits. */
+template <typename T> __device__ __forceinline__ void store_part(const norm_t &p, int64_t at, const uint4 &part)
+{
+    if constexpr (sizeof(T) == 4) {
+        if (p.y_dtype != EPMOE_F32) {
+            float values[4];
+            epmoei_unpack_part<float>(values, part);
+            *(uint2 *)((uint16_t *)p.y + at) = p.y_dtype == EPMOE_BF16
+                                                   ? make_uint2(epmoei_pack_pair(values[0], values[1], __nv_bfloat16()),
+                                                                epmoei_pack_pair(values[2], values[3], __nv_bfloat16()))
+                                                   : make_uint2(epmoei_pack_pair(values[0], values[1], __half()),
+                                                                epmoei_pack_pair(values[2], values[3], __half()));
+            return;
+        }
+    }
+    *(uint4 *)((T *)p.y + at) = part;
 }
 
 /* One block asks for all weights while the kernel before this one may still run. */
@@ -261,10 +280,11 @@ static __global__ void __launch_bounds__(most_threads(kParts), least_blocks(kPar
         store_quantised<T>(p, parts, token);
         return;
     }
-    T *y = (T *)p.y + token * p.y_stride;
 #pragma unroll
     for (int i = 0; i < kParts; i++)
-        if (valid[i]) *(uint4 *)(y + (int64_t)(threadIdx.x + i * blockDim.x) * epmoei_part_size<T>) = parts[i];
+        if (valid[i])
+            store_part<T>(p, token * p.y_stride + (int64_t)(threadIdx.x + i * blockDim.x) * epmoei_part_size<T>,
+                          parts[i]);
 }
 
 /* ---------------------------------------------------------------------------------- rows of any width and alignment */
@@ -295,6 +315,17 @@ template <typename T> __device__ __forceinline__ void scatter(T *row, int64_t co
 #pragma unroll
     for (int i = 0; i < epmoei_part_size<T>; i++)
         if (col + i < hidden) row[col + i] = vec.element[i];
+}
+
+/* Of a part in fp32. */
+template <typename Y>
+__device__ __forceinline__ void scatter_rounded(Y *row, int64_t col, int32_t hidden, const uint4 &part)
+{
+    float values[4];
+    epmoei_unpack_part<float>(values, part);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (col + i < hidden) row[col + i] = epmoei_from_float<Y>(values[i]);
 }
 
 template <typename T>
@@ -350,8 +381,12 @@ template <typename T> static __global__ void __launch_bounds__(kMostThreads, 1) 
         if (!valid) continue;
         if (p.quant != 0)
             scatter_codes<T>((uint8_t *)p.y + token * p.y_stride, col, hidden, values, divisor);
-        else
+        else if (sizeof(T) == 2 || p.y_dtype == EPMOE_F32)
             scatter((T *)p.y + token * p.y_stride, col, hidden, values);
+        else if (p.y_dtype == EPMOE_BF16)
+            scatter_rounded((__nv_bfloat16 *)p.y + token * p.y_stride, col, hidden, values);
+        else
+            scatter_rounded((__half *)p.y + token * p.y_stride, col, hidden, values);
     }
 }
 
@@ -416,6 +451,7 @@ extern "C" epmoe_status_t epmoei_rms_norm_sm80(const epmoe_rms_norm_args_t *args
     p.weight_dtype = args->weight_dtype;
     p.weight_as_x = args->weight_dtype == args->dtype;
     p.quant = args->quant;
+    p.y_dtype = args->y_dtype;
     switch (args->dtype) {
     case EPMOE_BF16: return launch<__nv_bfloat16>(p, stream);
     case EPMOE_F16: return launch<__half>(p, stream);

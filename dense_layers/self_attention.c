@@ -14,14 +14,15 @@ epmoei_linear_run_t epmoei_attention_linear_run(const epmoei_attention_run_t *ru
                                  .head_rows = workspace->head_rows};
 }
 
-epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const void *x, int64_t stride, int32_t columns,
-                                     const float *weight, float eps, void *residual, void *y)
+epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, epmoe_dtype_t dtype, const void *x,
+                                     int64_t stride, int32_t columns, const float *weight, float eps, void *residual,
+                                     void *y)
 {
     epmoe_rms_norm_args_t norm = EPMOE_RMS_NORM_ARGS_INIT;
     norm.backend = run->shape->backend;
     norm.num_tokens = run->batch->num_tokens;
     norm.hidden = columns;
-    norm.dtype = run->shape->dtype;
+    norm.dtype = dtype;
     norm.weight_dtype = EPMOE_F32;
     norm.x = x;
     norm.x_stride = stride;
@@ -30,6 +31,7 @@ epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const vo
     norm.eps = eps;
     norm.y = y;
     norm.y_stride = stride;
+    norm.y_dtype = run->shape->dtype;
     return epmoe_rms_norm(&norm, run->stream);
 }
 
@@ -110,11 +112,12 @@ epmoe_status_t epmoei_self_attention(const epmoei_attention_run_t *run, const vo
     float eps = shape->config.norm_eps;
     int64_t bytes = (int64_t)rows * shape->hidden * epmoe_dtype_size(shape->dtype);
     EPMOEI_CHECK(epmoei_memory_copy(shape->backend, workspace->residual, x, bytes, run->stream));
-    EPMOEI_CHECK(epmoei_attention_norm(run, x, 0, shape->hidden, weights->input_norm, eps, NULL, workspace->rows));
+    EPMOEI_CHECK(
+        epmoei_attention_norm(run, shape->dtype, x, 0, shape->hidden, weights->input_norm, eps, NULL, workspace->rows));
     EPMOEI_CHECK(shape->config.attention == EPMOE_ATTENTION_MLA ? epmoei_self_attention_mla(run)
                                                                 : epmoei_self_attention_gqa(run));
     epmoei_linear_run_t linear = epmoei_attention_linear_run(run);
     EPMOEI_CHECK(epmoei_linear(&linear, &weights->out, rows, workspace->heads, shape->dtype, workspace->rows));
-    return epmoei_attention_norm(run, workspace->rows, 0, shape->hidden, weights->post_norm, eps, workspace->residual,
-                                 workspace->rows);
+    return epmoei_attention_norm(run, shape->dtype, workspace->rows, 0, shape->hidden, weights->post_norm, eps,
+                                 workspace->residual, workspace->rows);
 }

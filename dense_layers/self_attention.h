@@ -40,15 +40,17 @@ typedef struct epmoei_attention_weights_t {
 } epmoei_attention_weights_t;
 
 typedef struct epmoei_attention_workspace_t {
-    void *residual; /* [T,d]: h */
-    void *rows;     /* [T,d]: what the two norms make, and what `out` gives */
-    void *heads;    /* [T,H,D] or [T,H,value_dim]: what `out` reads */
-    void *qkv;      /* GQA */
-    void *q_latent, *q_nope, *q_rope, *key, *absorbed, *q, *o_latent; /* MLA */
-    int64_t *positions;                                               /* [T] */
-    int64_t *slots;                                                   /* [T] */
-    int32_t *head_offsets;                                            /* MLA: [H+1] */
-    int32_t *head_rows;                                               /* MLA: [H*T] */
+    void *residual;                                          /* [T,d]: h */
+    void *rows;                                              /* [T,d]: what the two norms make, and what `out` gives */
+    void *heads;                                             /* [T,H,D] or [T,H,value_dim]: what `out` reads */
+    void *qkv;                                               /* GQA */
+    void *q_latent, *q_nope, *key, *absorbed, *q, *o_latent; /* MLA */
+    float *latents;        /* MLA, in fp32 until normalised and rotated: [T,q_latent], then [T,kv_latent+rope_dim] */
+    float *q_rope;         /* MLA, the same: [T,H,rope_dim] */
+    int64_t *positions;    /* [T] */
+    int64_t *slots;        /* [T] */
+    int32_t *head_offsets; /* MLA: [H+1] */
+    int32_t *head_rows;    /* MLA: [H*T] */
     void *gemm;
     int64_t gemm_bytes;
     void *parts; /* CUDA: of the attention */
@@ -94,8 +96,10 @@ epmoe_status_t epmoei_self_attention_mla(const epmoei_attention_run_t *run);
 
 /* What both kinds do alike. */
 epmoei_linear_run_t epmoei_attention_linear_run(const epmoei_attention_run_t *run);
-epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, const void *x, int64_t stride, int32_t columns,
-                                     const float *weight, float eps, void *residual, void *y);
+/* x and residual of `dtype`, y of the layer's. */
+epmoe_status_t epmoei_attention_norm(const epmoei_attention_run_t *run, epmoe_dtype_t dtype, const void *x,
+                                     int64_t stride, int32_t columns, const float *weight, float eps, void *residual,
+                                     void *y);
 /* The new keys and values of key_columns columns to the cache; value NULL with MLA. */
 epmoe_cache_write_args_t epmoei_attention_cache_args(const epmoei_attention_run_t *run, const void *key,
                                                      const void *value, int64_t stride);

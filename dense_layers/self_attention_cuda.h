@@ -16,9 +16,22 @@ epmoe_status_t epmoei_paged_batch_fill_sm80(const epmoei_paged_batch_t *batch, e
 epmoe_status_t epmoei_head_rows_fill_sm80(int32_t heads, int32_t rows, int32_t *offsets, int32_t *index,
                                           epmoe_stream_t stream);
 
-/* to [rows,left+right] of 16-bit elements: the rows of a [rows,left], and behind them those of b [rows,right]. */
-epmoe_status_t epmoei_join_columns_sm80(void *to, const void *a, int32_t left, const void *b, int32_t right,
-                                        int64_t rows, epmoe_stream_t stream);
+/* MLA: q [T,H,latent+rope] = absorbed [T,H,latent] and behind it q_rope [T,H,rope] rounded to dtype, BF16 or F16; the
+ * rope columns of key [T,latent+rope] = those of key_rows [T,latent+rope] rounded, its others stay. Every address is
+ * aligned to 16 bytes. */
+typedef struct epmoei_join_args_t {
+    epmoe_dtype_t dtype;
+    int32_t num_tokens;
+    int32_t num_heads;
+    int32_t latent;
+    int32_t rope;
+    const void *absorbed;
+    const float *q_rope;
+    const float *key_rows;
+    void *q;
+    void *key;
+} epmoei_join_args_t;
+epmoe_status_t epmoei_join_rotated_sm80(const epmoei_join_args_t *args, epmoe_stream_t stream);
 
 #ifdef __cplusplus
 }

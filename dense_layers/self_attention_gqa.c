@@ -32,9 +32,11 @@ static epmoe_status_t normalise_all_heads(const epmoei_attention_run_t *run, voi
 {
     const epmoe_decoder_config_t *config = &run->shape->config;
     int32_t q_columns = config->num_heads * config->head_dim, k_columns = config->num_kv_heads * config->head_dim;
-    void *k = element(qkv, run->shape->dtype, q_columns);
-    EPMOEI_CHECK(epmoei_attention_norm(run, qkv, stride, q_columns, run->weights->q_norm, config->norm_eps, NULL, qkv));
-    return epmoei_attention_norm(run, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k);
+    epmoe_dtype_t dtype = run->shape->dtype;
+    void *k = element(qkv, dtype, q_columns);
+    EPMOEI_CHECK(
+        epmoei_attention_norm(run, dtype, qkv, stride, q_columns, run->weights->q_norm, config->norm_eps, NULL, qkv));
+    return epmoei_attention_norm(run, dtype, k, stride, k_columns, run->weights->k_norm, config->norm_eps, NULL, k);
 }
 
 static epmoe_status_t normalise_heads_and_rotate(const epmoei_attention_run_t *run, void *qkv, int64_t stride)

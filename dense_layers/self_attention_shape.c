@@ -264,7 +264,8 @@ epmoe_status_t epmoei_attention_workspace_layout(char *base, const epmoei_attent
     } else {
         out->q_latent = epmoei_carve(&arena, row * config->q_latent);
         out->q_nope = epmoei_carve(&arena, row * w.q_nope.n);
-        out->q_rope = epmoei_carve(&arena, row * w.q_rope.n);
+        out->q_rope = epmoei_carve(&arena, tokens * 4 * w.q_rope.n);
+        out->latents = epmoei_carve(&arena, tokens * 4 * epmoei_max64(config->q_latent, w.kv_down.n));
         out->key = epmoei_carve(&arena, row * w.kv_down.n);
         out->absorbed = epmoei_carve(&arena, row * heads * config->kv_latent);
         out->q = epmoei_carve(&arena, row * heads * w.kv_down.n);

@@ -1,5 +1,6 @@
 #include "dense_layers/self_attention_cuda.h"
 #include "kernels/launch_cuda.cuh"
+#include "kernels/rows_cuda.cuh"
 
 namespace
 {
@@ -43,32 +44,53 @@ static __global__ void __launch_bounds__(kThreads)
     index[i] = ((int32_t)i - head * rows) * heads + head;
 }
 
-/* left and right count units of T. */
-template <typename T>
-static __global__ void __launch_bounds__(kThreads)
-    join_kernel(T *to, const T *a, int32_t left, const T *b, int32_t right, int64_t rows)
+/* kRun columns that are aligned to 16 bytes where they are more than one. */
+template <typename T, int kRun> __device__ __forceinline__ void round_run(T *to, const float *from)
 {
+    float values[kRun];
+    epmoei_load_run(values, from);
+    epmoei_store_run(to, values);
+}
+
+/* Runs of kRun columns: those of all q rows, then the rope columns of the key's. */
+template <typename T, int kRun>
+static __global__ void __launch_bounds__(kThreads) join_kernel(const epmoei_join_args_t args)
+{
+    const int32_t left = args.latent / kRun, right = args.rope / kRun, width = left + right;
+    const int64_t step = (int64_t)gridDim.x * kThreads, rows = (int64_t)args.num_tokens * args.num_heads;
+    const int64_t of_q = rows * width, all = of_q + (int64_t)args.num_tokens * right;
     epmoei_begin_dependent();
-    const int32_t width = left + right;
-    const int64_t step = (int64_t)gridDim.x * kThreads;
-    for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += step) {
+    for (int64_t i = (int64_t)blockIdx.x * kThreads + threadIdx.x; i < all; i += step) {
+        if (i >= of_q) {
+            const int64_t token = (i - of_q) / right, run = token * width + left + (i - of_q - token * right);
+            round_run<T, kRun>((T *)args.key + run * kRun, args.key_rows + run * kRun);
+            continue;
+        }
         const int64_t row = i / width;
         const int32_t column = (int32_t)(i - row * width);
-        to[i] = column < left ? a[row * left + column] : b[row * right + column - left];
+        T *to = (T *)args.q + i * kRun;
+        if (column >= left)
+            round_run<T, kRun>(to, args.q_rope + (row * right + column - left) * kRun);
+        else if (kRun == 1)
+            *to = ((const T *)args.absorbed)[row * left + column];
+        else
+            *(uint4 *)to = ((const uint4 *)args.absorbed)[row * left + column];
     }
 }
 
-template <typename T>
-static epmoe_status_t join(void *to, const void *a, int32_t left, const void *b, int32_t right, int64_t rows,
-                           epmoe_stream_t stream)
+template <typename T> static epmoe_status_t join(const epmoei_join_args_t *args, epmoe_stream_t stream)
 {
     const int64_t kBlocksPerSm = 8;
+    constexpr int kRun = 8;
+    const bool whole = args->latent % kRun == 0 && args->rope % kRun == 0;
     const epmoei_device_info_t *device = epmoei_device_current();
     const int64_t most = kBlocksPerSm * (device ? device->num_sms : 1);
-    const int64_t blocks = epmoei_min64(epmoei_ceil_div(rows * (left + right), kThreads), most);
-    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(join_kernel<T>, dim3((unsigned)blocks), dim3(kThreads),
-                                                               0, stream, (T *)to, (const T *)a, left, (const T *)b,
-                                                               right, rows),
+    const int64_t columns = (int64_t)args->num_heads * (args->latent + args->rope) + args->rope;
+    const int64_t blocks =
+        epmoei_min64(epmoei_ceil_div(args->num_tokens * columns, (whole ? kRun : 1) * kThreads), most);
+    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(whole ? join_kernel<T, kRun> : join_kernel<T, 1>,
+                                                               dim3((unsigned)blocks), dim3(kThreads), 0, stream,
+                                                               *args),
                               "joining columns");
 }
 
@@ -92,9 +114,7 @@ extern "C" epmoe_status_t epmoei_head_rows_fill_sm80(int32_t heads, int32_t rows
                               "rows of heads");
 }
 
-extern "C" epmoe_status_t epmoei_join_columns_sm80(void *to, const void *a, int32_t left, const void *b, int32_t right,
-                                                   int64_t rows, epmoe_stream_t stream)
+extern "C" epmoe_status_t epmoei_join_rotated_sm80(const epmoei_join_args_t *args, epmoe_stream_t stream)
 {
-    if (left % 8 == 0 && right % 8 == 0) return join<uint4>(to, a, left / 8, b, right / 8, rows, stream);
-    return join<uint16_t>(to, a, left, b, right, rows, stream);
+    return args->dtype == EPMOE_BF16 ? join<__nv_bfloat16>(args, stream) : join<__half>(args, stream);
 }

@@ -1,6 +1,7 @@
 /* Fused dense ops on a device against the ops in a row, bit for bit: RoPE with the cache write, SwiGLU with E4M3
  * output. The ops alone are tested against their references by checkcuda. */
 #include "base/dtype.h"
+#include "dense_layers/self_attention_cuda.h"
 #include "tests/gpu_testing.h"
 
 #include <criterion/criterion.h>
@@ -188,6 +189,127 @@ Test(gpu_dense_fused, silu_and_quantisation)
             for (int32_t i = 0; i < 9; i++)
                 check_silu(&rng, tokens[t], widths[w], dtypes[i % 3], (epmoe_granularity_t)(1 + i / 3),
                            testing_range(&rng, 0, 1));
+}
+
+/* --------------------------------------------------------------------------------------------- ops behind each other
+ */
+
+/* The buffers of a chain in which every op reads what the one before it wrote, and the first what the last wrote. */
+typedef struct chain_t {
+    int32_t tokens, width;
+    void *x, *weight, *normed, *gated, *codes, *scale; /* x [T,2*width] */
+} chain_t;
+
+static void chain_step(const chain_t *c, void *y, bool wait)
+{
+    epmoe_rms_norm_args_t norm = EPMOE_RMS_NORM_ARGS_INIT;
+    epmoe_silu_and_mul_args_t silu = EPMOE_SILU_AND_MUL_ARGS_INIT;
+    epmoe_quantize_fp8_args_t quantize = EPMOE_QUANTIZE_FP8_ARGS_INIT;
+    norm.backend = silu.backend = quantize.backend = EPMOE_BACKEND_CUDA;
+    norm.num_tokens = silu.num_tokens = quantize.num_tokens = c->tokens;
+    norm.dtype = silu.dtype = quantize.dtype = EPMOE_BF16;
+    norm.hidden = 2 * c->width, norm.x = c->x, norm.weight = c->weight, norm.y = c->normed;
+    silu.width = quantize.hidden = c->width, silu.x = c->normed, silu.y = c->gated;
+    quantize.granularity = EPMOE_GRANULARITY_BLOCK128;
+    quantize.x = c->gated, quantize.q = c->codes, quantize.scale = c->scale;
+    cr_assert_eq(epmoe_rms_norm(&norm, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    if (wait) cr_assert(gpu_wait());
+    cr_assert_eq(epmoe_silu_and_mul(&silu, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    if (wait) cr_assert(gpu_wait());
+    cr_assert_eq(epmoe_quantize_fp8(&quantize, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    if (wait) cr_assert(gpu_wait());
+    /* Half a row of what comes next is this step's. */
+    cr_assert_eq(
+        epmoei_memory_copy(EPMOE_BACKEND_CUDA, c->x, c->gated, (int64_t)c->tokens * c->width * 2, gpu_stream()),
+        EPMOE_OK);
+    silu.x = c->normed, silu.y = y;
+    cr_assert_eq(epmoe_silu_and_mul(&silu, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    if (wait) cr_assert(gpu_wait());
+}
+
+/* A kernel that comes to the device early must not read early: the bits are those of ops that are waited for. */
+Test(gpu_dense_fused, a_chain_reads_what_was_written)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    enum { kSteps = 12 };
+    testing_rng_t rng = testing_rng(testing_seed());
+    const int32_t tokens[] = {1, 16, 700, 4096};
+    for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
+        chain_t c = {.tokens = tokens[i], .width = 1024};
+        int64_t rows = tokens[i], bytes = rows * c.width * 2;
+        uint16_t *x = malloc((size_t)bytes * 2), *w = malloc((size_t)c.width * 4);
+        testing_fill_normal(&rng, x, EPMOE_BF16, rows * 2 * c.width, 2);
+        testing_fill_normal(&rng, w, EPMOE_BF16, 2 * c.width, 1);
+        c.weight = gpu_copy_of(w, (int64_t)c.width * 4);
+        c.x = gpu_buffer(bytes * 2, 0), c.normed = gpu_buffer(bytes * 2, 0), c.gated = gpu_buffer(bytes, 0);
+        c.codes = gpu_buffer(rows * c.width, 0), c.scale = gpu_buffer(rows * c.width / 128 * 4, 0);
+        void *y[2] = {gpu_buffer(kSteps * bytes, 0), gpu_buffer(kSteps * bytes, 0)};
+        void *codes[2];
+        for (int wait = 0; wait < 2; wait++) {
+            gpu_put(c.x, x, bytes * 2);
+            for (int64_t s = 0; s < kSteps; s++) chain_step(&c, (char *)y[wait] + s * bytes, wait);
+            cr_assert(gpu_wait());
+            codes[wait] = gpu_get_new(c.codes, rows * c.width);
+        }
+        expect_same("a chain", y[0], y[1], kSteps * bytes);
+        cr_assert(gpu_same("codes of a chain", codes[0], codes[1], rows * c.width, 1, c.width));
+        void *const all[] = {c.x, c.weight, c.normed, c.gated, c.codes, c.scale, y[0], y[1]};
+        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++) gpu_buffer_free(all[k]);
+        free(codes[0]), free(codes[1]), free(x), free(w);
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------- MLA's columns
+ */
+
+static void check_join(testing_rng_t *rng, int32_t tokens, int32_t heads, int32_t latent, int32_t rope,
+                       epmoe_dtype_t dtype)
+{
+    char what[96];
+    int64_t rows = (int64_t)tokens * heads, width = (int64_t)latent + rope;
+    snprintf(what, sizeof what, "T %d, %d heads of %d + %d, %s", tokens, heads, latent, rope,
+             epmoe_dtype_string(dtype));
+    uint16_t *absorbed = malloc((size_t)(rows * latent) * 2), *q = malloc((size_t)(rows * width) * 2),
+             *key = malloc((size_t)(tokens * width) * 2);
+    float *q_rope = malloc((size_t)(rows * rope) * 4), *key_rows = malloc((size_t)(tokens * width) * 4);
+    testing_fill_normal(rng, absorbed, dtype, rows * latent, 1);
+    testing_fill_normal(rng, key, dtype, tokens * width, 1);
+    testing_fill_normal(rng, q_rope, EPMOE_F32, rows * rope, 3);
+    testing_fill_normal(rng, key_rows, EPMOE_F32, tokens * width, 3);
+    q_rope[0] = NAN;
+    epmoei_join_args_t args = {
+        .dtype = dtype, .num_tokens = tokens, .num_heads = heads, .latent = latent, .rope = rope};
+    args.q = gpu_buffer(rows * width * 2, 0), args.key = gpu_copy_of(key, tokens * width * 2);
+    args.absorbed = gpu_copy_of(absorbed, rows * latent * 2), args.q_rope = gpu_copy_of(q_rope, rows * rope * 4);
+    args.key_rows = gpu_copy_of(key_rows, tokens * width * 4);
+    cr_assert_eq(epmoei_join_rotated_sm80(&args, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    cr_assert(gpu_wait());
+    for (int64_t r = 0; r < rows; r++) {
+        memcpy(q + r * width, absorbed + r * latent, (size_t)latent * 2);
+        for (int64_t i = 0; i < rope; i++) epmoei_store(q, dtype, r * width + latent + i, q_rope[r * rope + i]);
+    }
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = latent; i < width; i++) epmoei_store(key, dtype, t * width + i, key_rows[t * width + i]);
+    uint16_t *got_q = gpu_get_new(args.q, rows * width * 2), *got_key = gpu_get_new(args.key, tokens * width * 2);
+    cr_assert(isnan(epmoei_load(got_q, dtype, latent)), "%s", what); /* of any sign and payload */
+    got_q[latent] = q[latent];
+    cr_assert(gpu_same(what, got_q, q, rows * width, 2, width), "%s", what);
+    cr_assert(gpu_same(what, got_key, key, tokens * width, 2, width), "%s", what);
+    cr_assert(gpu_guards_intact(args.q) && gpu_guards_intact(args.key), "%s", what);
+    gpu_buffer_free(args.q), gpu_buffer_free(args.key);
+    const void *const inputs[] = {args.absorbed, args.q_rope, args.key_rows};
+    for (size_t i = 0; i < 3; i++) gpu_buffer_free((void *)(uintptr_t)inputs[i]);
+    free(absorbed), free(q), free(key), free(q_rope), free(key_rows), free(got_q), free(got_key);
+}
+
+Test(gpu_dense_fused, rotated_columns_join_the_latents)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    testing_rng_t rng = testing_rng(testing_seed());
+    const int32_t tokens[] = {1, 3, 130}, latents[] = {16, 12, 512, 7}, ropes[] = {8, 4, 64, 10};
+    for (size_t t = 0; t < sizeof tokens / sizeof tokens[0]; t++)
+        for (int i = 0; i < 8; i++)
+            check_join(&rng, tokens[t], i % 2 ? 1 : 16, latents[i / 2], ropes[i / 2], i % 3 ? EPMOE_BF16 : EPMOE_F16);
 }
 
 /* Rows of x and y that lie 2^31 elements apart, and blocks of a cache. At position 0 nothing turns. */

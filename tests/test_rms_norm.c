@@ -44,7 +44,7 @@ static void run(const epmoe_rms_norm_args_t *args)
                                                                                         epmoei_rms_norm_cpu};
     epmoe_rms_norm_args_t checked[2];
     int32_t size = epmoe_dtype_size(args->dtype);
-    epmoe_dtype_t y_dtype = args->quant == 0 ? args->dtype : EPMOE_F8_E4M3;
+    epmoe_dtype_t y_dtype = args->y_dtype ? args->y_dtype : args->quant == 0 ? args->dtype : EPMOE_F8_E4M3;
     int64_t x_count = 0, y_count = 0, r_count = 0, scales = 0;
     for (int i = 0; i < 2; i++) {
         epmoe_rms_norm_args_t *own = &checked[i];
@@ -298,6 +298,43 @@ Test(rms_norm, the_residual_sum_is_rounded_first)
 
 /* ---------------------------------------------------------------------------------------------------------- E4M3 */
 
+/* Rows in fp32 to 16 bits: what the fp32 output would be rounded to, and a residual that stays fp32. */
+Test(rms_norm, a_narrower_output_is_the_wide_one_rounded)
+{
+    testing_rng_t rng = testing_rng(testing_seed());
+    static const epmoe_dtype_t narrow[] = {EPMOE_BF16, EPMOE_F16};
+    for (int i = 0; i < 24; i++) {
+        int32_t tokens = testing_range(&rng, 1, 9), hidden = testing_range(&rng, 1, 700), gap = i % 3;
+        bool residual = i % 2;
+        rows_t rows = make_rows(&rng, tokens, hidden, EPMOE_F32, residual, gap);
+        int64_t stride = hidden + gap, count = (tokens - 1) * stride + hidden, sums = 0;
+        if (residual) sums = (tokens - 1) * rows.args.residual_stride + hidden;
+        void *before = copy_of(rows.residual, sums * 4);
+        float *wide = testing_buffer(count * 4, 4);
+        void *y = testing_buffer(count * 2, 2);
+        rows.args.y_stride = stride;
+        rows.args.y = wide;
+        run(&rows.args);
+        void *after = copy_of(rows.residual, sums * 4);
+        if (residual) memcpy(rows.residual, before, (size_t)sums * 4);
+        rows.args.y = y;
+        rows.args.y_dtype = narrow[i / 2 % 2];
+        run(&rows.args);
+        if (residual) cr_assert_eq(memcmp(rows.residual, after, (size_t)sums * 4), 0);
+        for (int64_t t = 0; t < tokens; t++) {
+            for (int64_t c = 0; c < hidden; c++) {
+                float want = epmoei_round_to(wide[t * stride + c], rows.args.y_dtype);
+                cr_assert_eq(epmoei_load(y, rows.args.y_dtype, t * stride + c), want, "row %d column %d", (int)t,
+                             (int)c);
+            }
+            if (t + 1 < tokens) cr_assert(testing_is_poison(y, (t * stride + hidden) * 2, gap * 2));
+        }
+        cr_assert(testing_guards_intact(y));
+        testing_buffer_free(before), testing_buffer_free(after), testing_buffer_free(wide), testing_buffer_free(y);
+        free_rows(&rows);
+    }
+}
+
 Test(rms_norm, quantised_bits_are_those_of_the_unfused_chain)
 {
     testing_rng_t rng = testing_rng(testing_seed());
@@ -442,6 +479,12 @@ Test(rms_norm, errors_name_the_argument_and_leave_the_output)
     REJECTS("residual == y", bad.residual = y);
     REJECTS("y == x", (bad.y = x, bad.y_stride = 9));
     REJECTS("y == x with quant", (bad.y = x, bad.quant = EPMOE_GRANULARITY_TOKEN, bad.scale = scale));
+    REJECTS("y == x with y_dtype bf16", (bad.y = x, bad.y_dtype = EPMOE_BF16));
+    REJECTS("y_dtype is 4 (f8_e4m3): with dtype f32 and quant 0 expected f32, bf16 or f16",
+            bad.y_dtype = EPMOE_F8_E4M3);
+    REJECTS("y_dtype is", (bad.dtype = EPMOE_BF16, bad.y_dtype = EPMOE_F32));
+    REJECTS("y_dtype is", (bad.dtype = EPMOE_BF16, bad.y_dtype = EPMOE_F16));
+    REJECTS("y_dtype is", (bad.y_dtype = EPMOE_BF16, bad.quant = EPMOE_GRANULARITY_TOKEN, bad.scale = scale));
     REJECTS("scale is NULL", bad.quant = EPMOE_GRANULARITY_TOKEN);
     REJECTS("scale is NULL", bad.quant = EPMOE_GRANULARITY_BLOCK128);
     REJECTS("static_scale is NULL", bad.quant = EPMOE_GRANULARITY_TENSOR);
@@ -469,11 +512,13 @@ Test(rms_norm, struct_sizes)
 Test(rms_norm, floor_counts_each_byte_once)
 {
     float residual = 0;
-    epmoe_rms_norm_args_t args = {.num_tokens = 3, .hidden = 256, .dtype = EPMOE_BF16, .weight_dtype = EPMOE_BF16};
+    epmoe_rms_norm_args_t args = {
+        .num_tokens = 3, .hidden = 256, .dtype = EPMOE_BF16, .weight_dtype = EPMOE_BF16, .y_dtype = EPMOE_BF16};
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 4 + 512);
     args.residual = &residual;
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 8 + 512);
     args.quant = EPMOE_GRANULARITY_BLOCK128;
+    args.y_dtype = EPMOE_F8_E4M3;
     cr_assert_eq(epmoei_rms_norm_floor(&args).bytes, 3 * 256 * 7 + 512 + 3 * 2 * 4);
     args.residual = NULL;
     args.quant = EPMOE_GRANULARITY_TENSOR;

@@ -611,22 +611,22 @@ EPMOE_API epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, e
 /* Root mean square normalisation (Zhang and Sennrich 2019), of a residual sum when there is a residual:
  *     s[t,:] = residual ? round(x[t,:] + residual[t,:], dtype) : x[t,:]; residual[t,:] = s[t,:]
  *     n[t,i] = s[t,i] * rsqrt(mean over i of s[t,i]^2 + eps) * (w[i] + (weight_offset ? 1 : 0))
- *     y[t,:] = round(n[t,:], dtype)
+ *     y[t,:] = round(n[t,:], y_dtype)
  * with fp32 arithmetic in the order written, the sum of squares wide enough that no finite row overflows it, and the
  * rounded s is what is squared and normalised. With quant y is E4M3 and has the bits that quantising the rounded rows
  * would give: amax and codes are of round(n, dtype), scale = max(amax / 448, 2^-126), saturating, NaN = 0x7F; a NaN
  * does not count for amax.
- * y may alias x with the same stride and without quant. residual is read and written; it must not alias x or y.
+ * y may alias x with the same stride and type. residual is read and written; it must not alias x or y.
  * A NaN or infinity spreads to its own row only.
- * Errors: INVALID_ARGUMENT for sizes below 1, a negative eps, a stride below the row, NULL pointers, on the CPU also
- * for a static scale that is not finite and above 0.
- * Floor: bytes = T*d*(b + b_y (+ 2*b with a residual)) + d*b_w, and the scales. */
+ * Errors: INVALID_ARGUMENT for sizes below 1, a negative eps, a stride below the row, another y_dtype, NULL pointers,
+ * on the CPU also for a static scale that is not finite and above 0. Floor: bytes = T*d*(b + b_y (+ 2*b with a
+ * residual)) + d*b_w, and the scales. */
 typedef struct epmoe_rms_norm_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
     int32_t num_tokens;         /* T */
     int32_t hidden;             /* d */
-    epmoe_dtype_t dtype;        /* of x, residual and y without quant: F32, BF16, F16 */
+    epmoe_dtype_t dtype;        /* of x and residual: F32, BF16, F16 */
     epmoe_dtype_t weight_dtype; /* 0 = dtype */
     const void *x;              /* [T,d] */
     int64_t x_stride;
@@ -635,11 +635,12 @@ typedef struct epmoe_rms_norm_args_t {
     const void *weight;    /* [d] */
     float eps;             /* 0 = 1e-6 */
     int32_t weight_offset; /* 0 or 1: the weight counts as 1 + w, added in fp32 */
-    void *y;               /* out [T,d]: dtype, or F8_E4M3 with quant */
+    void *y;               /* out [T,d] */
     int64_t y_stride;
     epmoe_granularity_t quant; /* 0 = none: y is not quantised */
     const float *static_scale; /* [1]: with TENSOR, and only then */
     float *scale;              /* out: with TOKEN and BLOCK128, see epmoe_granularity_t */
+    epmoe_dtype_t y_dtype;     /* of y; 0 = dtype, with quant F8_E4M3. Without quant and of F32 also BF16 or F16 */
 } epmoe_rms_norm_args_t;
 #define EPMOE_RMS_NORM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_rms_norm_args_t)
 EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe_stream_t stream);

@@ -407,6 +407,7 @@ class epmoe_rms_norm_args_t(Structure):
         ("quant", c_int32),
         ("static_scale", c_void_p),
         ("scale", c_void_p),
+        ("y_dtype", c_int32),
     ]
 
 

@@ -24,7 +24,8 @@ typedef struct shape_t {
     epmoe_dtype_t dtype, weight_dtype;
     epmoe_granularity_t quant;
     bool residual, offset, in_place;
-    float scale; /* static */
+    float scale;           /* static */
+    epmoe_dtype_t y_dtype; /* 0: the usual one */
 } shape_t;
 
 /* Rows of very different size, among them zeros, subnormals and the largest finite values, whose squares overflow. */
@@ -50,9 +51,11 @@ static void fill(testing_rng_t *rng, check_case_t *c, const shape_t *shape)
 
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
-    check_case(c, &op, "T %d d %d pad %d %s weights %s quant %d residual %d offset %d in place %d", shape->tokens,
-               shape->hidden, shape->pad, epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->weight_dtype),
-               (int)shape->quant, shape->residual, shape->offset, shape->in_place);
+    epmoe_dtype_t y_dtype = shape->quant ? EPMOE_F8_E4M3 : shape->y_dtype ? shape->y_dtype : shape->dtype;
+    check_case(c, &op, "T %d d %d pad %d %s to %s weights %s quant %d residual %d offset %d in place %d", shape->tokens,
+               shape->hidden, shape->pad, epmoe_dtype_string(shape->dtype), epmoe_dtype_string(y_dtype),
+               epmoe_dtype_string(shape->weight_dtype), (int)shape->quant, shape->residual, shape->offset,
+               shape->in_place);
     epmoe_rms_norm_args_t args = EPMOE_RMS_NORM_ARGS_INIT;
     int64_t tokens = shape->tokens, stride = (int64_t)shape->hidden + shape->pad, cols = shape->hidden;
     args.num_tokens = shape->tokens;
@@ -62,8 +65,8 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.x_stride = args.residual_stride = args.y_stride = stride;
     args.weight_offset = shape->offset;
     args.quant = shape->quant;
+    args.y_dtype = shape->y_dtype;
     memcpy(c->args, &args, sizeof args);
-    epmoe_dtype_t y_dtype = shape->quant ? EPMOE_F8_E4M3 : shape->dtype;
     if (shape->in_place)
         c->alias_offset = offsetof(epmoe_rms_norm_args_t, x);
     else
@@ -98,7 +101,8 @@ static shape_t random_shape(testing_rng_t *rng, int32_t tokens, int32_t hidden, 
                      .residual = testing_range(rng, 0, 1),
                      .offset = testing_range(rng, 0, 1),
                      .scale = ldexpf(testing_uniform(rng, 1, 2), testing_range(rng, -8, 2))};
-    shape.in_place = !shape.quant && !testing_range(rng, 0, 2);
+    if (!shape.quant && shape.dtype == EPMOE_F32) shape.y_dtype = dtypes[testing_range(rng, 0, 2)];
+    shape.in_place = !shape.quant && (!shape.y_dtype || shape.y_dtype == shape.dtype) && !testing_range(rng, 0, 2);
     return shape;
 }
 
@@ -130,7 +134,12 @@ static void check_options(testing_rng_t *rng)
         shape.quant = quants[i / 9 % 4];
         shape.residual = i / 36 % 2;
         shape.pad = i / 72 == 0 ? 0 : i / 72 == 1 ? 16 : testing_range(rng, 1, 7);
+        shape.y_dtype = 0;
         shape.in_place = !shape.quant && testing_range(rng, 0, 1);
+        run_one(rng, &shape);
+        if (shape.dtype != EPMOE_F32 || shape.quant) continue;
+        shape.y_dtype = dtypes[testing_range(rng, 0, 1)];
+        shape.in_place = false;
         run_one(rng, &shape);
     }
     check_end();
