@@ -40,7 +40,7 @@ static bool in_list(const char *text, const char *const *list)
 
 static bool starts_with_one(const char *text, const char *const *prefixes)
 {
-    for (; *prefixes; prefixes++)
+    for (; prefixes && *prefixes; prefixes++)
         if (after(text, *prefixes)) return true;
     return false;
 }

@@ -8,8 +8,7 @@
 #define EPMOEI_FAMILY_LIST 4 /* most entries of a list below, NULL where it ends */
 
 /* Names of one layer's tensors. All are below "<layers>I.<module>", I = layer. Those of projections lack their last
- * part
- * (".weight" or that of a quantised format). %d stands for the expert. NULL: the family has no such tensor. */
+ * part (".weight" or that of a quantised format). %d stands for the expert. NULL: the family has no such tensor. */
 typedef struct epmoei_tensor_names_t {
     const char *modules[EPMOEI_FAMILY_LIST]; /* of the MoE block: the first that the layer has */
     const char *router;                      /* projection [E,d] */
