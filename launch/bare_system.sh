@@ -35,7 +35,9 @@ inside() {
         ln -s pts/ptmx "$root/dev/ptmx"
         ln -s /proc/self/fd "$root/dev/fd"
         for stream in 0:stdin 1:stdout 2:stderr; do ln -s "fd/${stream%:*}" "$root/dev/${stream#*:}"; done
-        exec chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin bash -c "cd /root/epmoe && $2"
+        # The shell stays, as the init that takes in what the jobs under test leave behind.
+        exec chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+            bash -c "cd /root/epmoe && $2; exit \$?"
     ' bash "$root" "$1" </dev/null
 }
 

@@ -3,6 +3,7 @@
 #
 #   launch/test.sh [ARGUMENT OF ctest...]       for example: launch/test.sh -R topk
 #   SANITIZE=1 launch/test.sh                   the one-process tests under ASan, UBSan and LeakSanitizer: build-asan/
+#   EPMOE_WERROR=ON launch/test.sh              warnings are errors; otherwise build/ stays as it is configured
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/lib.sh
@@ -21,8 +22,8 @@ if [ "${SANITIZE:-0}" != 0 ]; then
     export ASAN_OPTIONS=detect_stack_use_after_return=0:strict_string_checks=1
     export UBSAN_OPTIONS=print_stacktrace=1
     export LSAN_OPTIONS=suppressions=$PWD/tests/lsan.supp:print_suppressions=0
-else
-    options+=(-DEPMOE_WERROR=ON)
+elif [ -n "${EPMOE_WERROR:-}" ]; then
+    options+=("-DEPMOE_WERROR=$EPMOE_WERROR")
 fi
 build "$dir" "${options[@]}"
 # Some tests start up to 8 ranks.
