@@ -8,14 +8,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/lib.sh
 
-[ $# -ge 1 ] && [ $# -le 3 ] || die "expected DIR [SUITE [MIRROR]]"
+if [ $# -lt 1 ] || [ $# -gt 3 ]; then die "expected DIR [SUITE [MIRROR]]"; fi
 suite=${2:-bookworm} mirror=${3:-http://deb.debian.org/debian}
 [ "$(id -u)" -eq 0 ] || die "debootstrap and chroot need root"
 command -v debootstrap >/dev/null || die "there is no debootstrap: install debootstrap (Debian's name)"
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
-root=$dir/root
-[ ! -e "$root" ] || die "$root exists: expected a folder without a root"
+system=$dir/root
+[ ! -e "$system" ] || die "$system exists: expected a folder without a root"
 
 # inside COMMAND: in the root, with an environment, processes and mounts of its own, which all end with it.
 inside() {
@@ -38,7 +38,7 @@ inside() {
         # The shell stays, as the init that takes in what the jobs under test leave behind.
         exec chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
             bash -c "cd /root/epmoe && $2; exit \$?"
-    ' bash "$root" "$1" </dev/null
+    ' bash "$system" "$1" </dev/null
 }
 
 # timed LOG COMMAND...: its output in LOG, shown where it fails; says how long it took.
@@ -52,9 +52,9 @@ timed() {
     say "$((SECONDS - start)) s: $*"
 }
 
-timed debootstrap.log debootstrap --variant=minbase "$suite" "$root" "$mirror"
-cp -L /etc/resolv.conf /etc/hosts "$root/etc/"
-git clone -q --no-hardlinks . "$root/root/epmoe"
+timed debootstrap.log debootstrap --variant=minbase "$suite" "$system" "$mirror"
+cp -L /etc/resolv.conf /etc/hosts "$system/etc/"
+git clone -q --no-hardlinks . "$system/root/epmoe"
 timed quickstart.log inside launch/quickstart.sh
 tail -n 20 "$dir/quickstart.log"
 timed test.log inside launch/test.sh
