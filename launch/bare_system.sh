@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Proves launch/quickstart.sh and launch/test.sh on a bare system: a minimal Debian root made by debootstrap in DIR, and
-# in it a clone of this repository (what is committed) and nothing else. Runs as root; needs debootstrap and the network.
-# DIR/root and a log of each script stay.
+# Proves launch/quickstart.sh, launch/test.sh and the examples against an installed library on a bare system: a minimal
+# Debian root made by debootstrap in DIR, and in it a clone of this repository (what is committed) and nothing else. Runs
+# as root; needs debootstrap and the network. DIR/root and a log of each step stay.
 #
 #   launch/bare_system.sh DIR [SUITE (default bookworm) [MIRROR]]
 set -euo pipefail
@@ -37,7 +37,7 @@ inside() {
         for stream in 0:stdin 1:stdout 2:stderr; do ln -s "fd/${stream%:*}" "$root/dev/${stream#*:}"; done
         # The shell stays, as the init that takes in what the jobs under test leave behind.
         exec chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
-            bash -c "cd /root/epmoe && $2; exit \$?"
+            bash -c "cd /root/epmoe && { $2; }; exit \$?"
     ' bash "$system" "$1" </dev/null
 }
 
@@ -59,3 +59,8 @@ timed quickstart.log inside launch/quickstart.sh
 tail -n 20 "$dir/quickstart.log"
 timed test.log inside launch/test.sh
 grep -A 100 'tests passed' "$dir/test.log"
+timed examples.log inside 'cmake --install build --prefix /opt/epmoe &&
+    cmake -S examples -B build-examples -DCMAKE_PREFIX_PATH=/opt/epmoe && cmake --build build-examples &&
+    build-examples/one_rank && build-examples/ops && build-examples/routing_test &&
+    mpirun --allow-run-as-root --oversubscribe -np 2 build-examples/two_ranks'
+tail -n 5 "$dir/examples.log"
