@@ -10,6 +10,7 @@
 #include "bench/stats.h"
 
 #include "base/device.h"
+#include "base/dtype.h"
 #include "comm/comm.h"
 
 #include <stdio.h>
@@ -64,17 +65,38 @@ static epmoe_status_t run_chain(void *ctx, epmoe_stream_t stream, void *const *e
     return EPMOE_OK;
 }
 
+/* Exchanges of a chain over this transport: the host's memory has no device to keep busy. */
+static int32_t chain_length(epmoe_comm_t *comm)
+{
+    return epmoe_comm_transport(comm) == EPMOE_TRANSPORT_MPI ? CHAIN_OF_HOST_MEMORY : CHAIN;
+}
+
+/* times [iters] in us, of this rank, each behind a barrier and with cold caches. */
+static epmoe_status_t time_host(chain_t *chain, epmoe_comm_t *comm, int32_t iters, double *times)
+{
+    const bench_t *bench = chain->exchange->bench;
+    for (int32_t i = -bench->warmup; i < iters; i++) {
+        ceilings_flush(&bench->ceilings);
+        EPMOEI_CHECK(epmoe_comm_agree(comm, EPMOE_OK));
+        double start = epmoei_now_seconds();
+        EPMOEI_CHECK(run_chain(chain, NULL, NULL));
+        if (i >= 0) times[i] = 1e6 * (epmoei_now_seconds() - start);
+    }
+    return EPMOE_OK;
+}
+
 /* us of one exchange: the slowest rank's median. */
 static epmoe_status_t time_chain(chain_t *chain, epmoe_comm_t *comm, bool pairs, double *us)
 {
     const bench_t *bench = chain->exchange->bench;
-    bool slow = epmoe_comm_transport(comm) == EPMOE_TRANSPORT_MPI;
+    bool cuda = bench->backend == EPMOE_BACKEND_CUDA;
+    bool slow = cuda && epmoe_comm_transport(comm) == EPMOE_TRANSPORT_MPI;
     int32_t iters = slow && bench->iters > 3 ? 3 : bench->iters;
     double *times = NULL;
     epmoe_status_t status = epmoei_alloc_for((void **)&times, (int64_t)iters * 8, "times");
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, status), done);
     chain->pairs = pairs;
-    chain->length = slow ? CHAIN_OF_HOST_MEMORY : CHAIN;
+    chain->length = chain_length(comm);
     cuda_timing_t timing = {.run = run_chain,
                             .ctx = chain,
                             .graph = epmoei_ep_counts_on_device(chain->ep) && bench->options->graph != 0,
@@ -83,7 +105,7 @@ static epmoe_status_t time_chain(chain_t *chain, epmoe_comm_t *comm, bool pairs,
                             .iters = iters,
                             .comm = comm,
                             .barrier = bench->barrier};
-    EPMOEI_CHECK_GOTO(cuda_time(&bench->cuda, &timing, times), done);
+    EPMOEI_CHECK_GOTO(cuda ? cuda_time(&bench->cuda, &timing, times) : time_host(chain, comm, iters, times), done);
     EPMOEI_CHECK_GOTO(bench_max(comm, times, iters), done);
     *us = stats_median(times, iters) / chain->length;
 done:
@@ -91,23 +113,58 @@ done:
     return status;
 }
 
+/* Whether rank r has an expert of token t. */
+static bool goes_to(const exchange_t *exchange, int64_t t, int32_t r)
+{
+    const epmoe_layer_config_t *config = &exchange->bench->config;
+    const int32_t *ids = (const int32_t *)exchange->ids.host + t * config->top_k;
+    int32_t first = 0, count = 0;
+    epmoe_expert_range(config->num_experts, exchange->bench->program->size, r, &first, &count);
+    for (int32_t j = 0; j < config->top_k; j++)
+        if (ids[j] >= first && ids[j] < first + count) return true;
+    return false;
+}
+
+/* Elements of y that are not what comes back when every rank with an expert of its token returns x: the sum, which is
+ * exact, since x has few bits, rounded once; zeros where nothing is returned. */
+static int64_t count_wrong(const exchange_t *exchange, bool returned)
+{
+    const epmoe_layer_config_t *config = &exchange->bench->config;
+    int64_t wrong = 0, size = epmoe_dtype_size(config->dtype);
+    for (int64_t t = 0; t < exchange->num_tokens; t++) {
+        int32_t ranks = 0;
+        for (int32_t r = 0; r < exchange->bench->program->size && returned; r++) ranks += goes_to(exchange, t, r);
+        for (int64_t i = t * config->hidden; i < (t + 1) * config->hidden; i++) {
+            float x, y;
+            epmoei_to_f32(&x, (const char *)exchange->x.host + i * size, config->dtype, 1);
+            epmoei_to_f32(&y, (const char *)exchange->y.host + i * size, config->dtype, 1);
+            wrong += !(y == epmoei_round_to((float)ranks * x, config->dtype));
+        }
+    }
+    return wrong;
+}
+
 /* Experts that return x where rows of y are like rows of x, and nothing otherwise. */
-static epmoe_status_t run_checked(const chain_t *chain, int64_t *wrong)
+static epmoe_status_t run_checked(const chain_t *chain, bool first, int64_t *wrong)
 {
     exchange_t *exchange = chain->exchange;
     const epmoe_layer_config_t *config = &exchange->bench->config;
+    epmoe_backend_t backend = exchange->bench->backend;
     epmoe_stream_t stream = exchange->bench->cuda.stream;
     epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
     epmoe_dtype_t dtype = epmoe_ep_partial_dtype(chain->ep);
     EPMOEI_CHECK(one(chain, &rows, stream));
     int64_t bytes = (int64_t)rows.max_rows * config->hidden * epmoe_dtype_size(dtype);
-    EPMOEI_CHECK(dtype == config->dtype ? epmoei_memory_copy(EPMOE_BACKEND_CUDA, rows.y, rows.x, bytes, stream)
-                                        : epmoei_memory_set(EPMOE_BACKEND_CUDA, rows.y, 0, bytes, stream));
+    EPMOEI_CHECK(dtype == config->dtype ? epmoei_memory_copy(backend, rows.y, rows.x, bytes, stream)
+                                        : epmoei_memory_set(backend, rows.y, 0, bytes, stream));
     EPMOEI_CHECK(home(chain, stream));
-    EPMOEI_CHECK(epmoei_stream_wait(EPMOE_BACKEND_CUDA, stream));
+    EPMOEI_CHECK(epmoei_stream_wait(backend, stream));
     EPMOEI_CHECK(buffer_download(&exchange->y));
-    const char *y = exchange->y.host, *first = exchange->first_y;
-    for (int64_t i = 0; i < exchange->y.bytes; i++) *wrong += y[i] != first[i];
+    const char *y = exchange->y.host, *first_y = exchange->first_y;
+    if (first) memcpy(exchange->first_y, y, (size_t)exchange->y.bytes);
+    for (int64_t i = 0; i < exchange->y.bytes; i++) *wrong += y[i] != first_y[i];
+    /* Rows that travelled as FP8 are compared between transports alone. */
+    if (first && !config->wire_dtype) *wrong = count_wrong(exchange, dtype == config->dtype);
     return EPMOE_OK;
 }
 
@@ -155,11 +212,8 @@ static epmoe_status_t run_transport(exchange_t *exchange, epmoe_comm_t *comm, in
     ep.wire_dtype = config->wire_dtype;
     ep.comm_sms = bench->options->comm_sms;
     EPMOEI_CHECK(epmoe_ep_create(comm, &ep, &chain.ep));
-    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, run_checked(&chain, &wrong)), done);
-    if (comm == exchange->comms[0]) { /* the others are compared with it */
-        memcpy(exchange->first_y, exchange->y.host, (size_t)exchange->y.bytes);
-        wrong = 0;
-    }
+    /* The others are compared with the first. */
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, run_checked(&chain, comm == exchange->comms[0], &wrong)), done);
     EPMOEI_CHECK_GOTO(bench_sum(comm, &wrong, 1), done);
     *all_wrong += wrong;
     EPMOEI_CHECK_GOTO(time_chain(&chain, comm, false, &us[0]), done);
@@ -176,19 +230,14 @@ static epmoe_status_t count_bytes(exchange_t *exchange)
 {
     const bench_t *bench = exchange->bench;
     const epmoe_layer_config_t *config = &bench->config;
-    int32_t size = bench->program->size, k = config->top_k;
-    const int32_t *ids = exchange->ids.host;
+    int32_t k = config->top_k;
     double away = 0, all = 0;
-    for (int32_t r = 0; r < size; r++) {
-        int32_t first, count;
-        EPMOEI_CHECK(epmoe_expert_range(config->num_experts, size, r, &first, &count));
+    for (int32_t r = 0; r < bench->program->size; r++)
         for (int64_t t = 0; t < exchange->num_tokens; t++) {
-            bool there = false;
-            for (int32_t j = 0; j < k; j++) there |= ids[t * k + j] >= first && ids[t * k + j] < first + count;
+            bool there = goes_to(exchange, t, r);
             all += there;
             away += there && r != bench->program->rank;
         }
-    }
     double row = bench_wire_row(config), partial = (config->dtype == EPMOE_BF16 ? 2.0 : 4.0) * config->hidden;
     double bytes[4] = {away * (row + 8 * k), away * partial, all * (row + 8 * k), all * partial};
     EPMOEI_CHECK(bench_max(bench->program->comm, bytes, 4));
@@ -211,11 +260,14 @@ static epmoe_status_t fill_inputs(exchange_t *exchange)
     EPMOEI_CHECK(epmoei_alloc_for(&exchange->first_y, bytes, "y"));
     memset(exchange->first_y, 0, (size_t)bytes);
     uint64_t state = random_start(bench->options->seed, RANDOM_INPUT, rank);
-    uint16_t *x = exchange->x.host;
     for (int64_t i = 0; i < tokens * config->hidden; i++) {
-        /* Bits of finite numbers near 1. */
+        /* Bits of finite numbers near 1, in either 16-bit type. */
         state = state * 6364136223846793005u + 1442695040888963407u;
-        x[i] = (uint16_t)(0x3C00 | (state >> 40 & 0x83FF));
+        uint16_t bits = (uint16_t)(0x3C00 | (state >> 40 & 0x83FF));
+        if (config->dtype == EPMOE_F32)
+            epmoei_to_f32((float *)exchange->x.host + i, &bits, EPMOE_F16, 1);
+        else
+            ((uint16_t *)exchange->x.host)[i] = bits;
     }
     for (int64_t i = 0; i < slots; i++) ((float *)exchange->weights.host)[i] = 1;
     EPMOEI_CHECK(routing_draw(&bench->routing, tokens * size, tokens * rank, exchange->num_tokens, exchange->ids.host));
@@ -247,6 +299,7 @@ static epmoe_status_t connect_others(exchange_t *exchange)
     static const epmoe_transport_t others[] = {EPMOE_TRANSPORT_NCCL, EPMOE_TRANSPORT_MPI};
     const bench_t *bench = exchange->bench;
     exchange->comms[exchange->num_comms++] = bench->program->comm;
+    if (bench->backend != EPMOE_BACKEND_CUDA) return EPMOE_OK;
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
         if (epmoe_comm_transport(bench->program->comm) == others[i]) continue;
         epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
@@ -263,12 +316,12 @@ static epmoe_status_t connect_others(exchange_t *exchange)
     return EPMOE_OK;
 }
 
-static void print_head(const bench_t *bench)
+static void print_head(const bench_t *bench, epmoe_comm_t *comm)
 {
     report_op_header(bench);
     if (bench->program->rank || bench->options->json) return;
     printf("%d ranks; us of one exchange of %d in a chain, the slowest rank's median; x in the caches%s\n",
-           bench->program->size, CHAIN, bench->options->wire_dtype ? ", on the wire in FP8" : "");
+           bench->program->size, chain_length(comm), bench->options->wire_dtype ? ", on the wire in FP8" : "");
     printf("%9s %8s %11s %11s %10s %10s %9s %9s %9s %9s %6s\n", "transport", "tokens", "dispatch us", "combine us",
            "MB out", "MB home", "GB/s out", "GB/s home", "logical", "logical", "wrong");
 }
@@ -278,7 +331,7 @@ epmoe_status_t exchange_run(const bench_t *bench, int64_t *wrong)
     epmoe_status_t status;
     exchange_t exchange = {.bench = bench};
     EPMOEI_CHECK_GOTO(connect_others(&exchange), done);
-    print_head(bench);
+    print_head(bench, exchange.comms[0]);
     for (int32_t i = 0; i < bench->options->num_cases; i++) {
         exchange.num_tokens = bench->options->tokens[i];
         EPMOEI_CHECK_GOTO(run_case(&exchange, wrong), done);

@@ -33,8 +33,6 @@ static int refuse(bench_t *bench)
     if (options->graph > 0 && !cuda)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--graph 1: the cpu backend has no graphs to replay");
-    if (options_exchange(options) && !cuda)
-        return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED, "--op exchange: it needs the cuda backend");
     if (cuda && options->dtype == EPMOE_F32)
         return program_error_once(bench->program, PROGRAM_NOT_SUPPORTED,
                                   "--dtype fp32: the cuda backend computes in bf16 and fp16");

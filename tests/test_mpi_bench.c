@@ -528,3 +528,43 @@ Test(bench, single_ops)
         testing_process_free(&process);
     }
 }
+
+/* Dispatch and combine alone. All tokens go to experts of rank 0, so that rank 1 sends every row of its own: 5 of 2048
+ * columns with 8 ids and weights, and gets 5 back, as fp32 where that is what partial rows travel as. */
+Test(bench, exchange)
+{
+    const struct {
+        const char *options;
+        double out, home;
+    } cases[] = {
+        {"--dtype bf16", 5 * (4096 + 64), 5 * 4096},
+        {"--dtype fp16", 5 * (4096 + 64), 5 * 8192},
+        {"--dtype fp32", 5 * (8192 + 64), 5 * 8192},
+        {"--dtype bf16 --wire fp8", 5 * (2048 + 64 + 64), 5 * 4096},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        testing_process_t process = run_bench(2,
+                                              "--op exchange --model olmoe-1b-7b --tokens 5 --routing one-expert "
+                                              "--iters 2 --warmup 1 --format json %s",
+                                              cases[i].options);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", cases[i].options, process.exit_code, process.errors);
+        json_t *object = json_line(&process, 0);
+        assert_text(object, "op", "exchange");
+        assert_text(object, "transport", "mpi");
+        cr_assert_eq(number(object, "wrong"), 0);
+        cr_assert_eq(number(object, "dispatch_wire_bytes"), cases[i].out, "%s", cases[i].options);
+        cr_assert_eq(number(object, "combine_wire_bytes"), cases[i].home, "%s", cases[i].options);
+        cr_assert(number(object, "dispatch_us") > 0 && number(object, "dispatch_gbps") > 0);
+        json_decref(object);
+        testing_process_free(&process);
+    }
+    testing_process_t process = run_bench(3, "--op exchange --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1");
+    cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
+    cr_assert(strstr(process.output, "3 ranks; us of one exchange") && strstr(process.output, "PASS"), "%s",
+              process.output);
+    testing_process_free(&process);
+    process = run_bench(0, "--op exchange");
+    cr_assert_eq(process.exit_code, 2);
+    cr_assert(strstr(process.errors, "--op exchange needs at least two ranks"), "%s", process.errors);
+    testing_process_free(&process);
+}
