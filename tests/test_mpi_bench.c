@@ -2,6 +2,7 @@
 #include "tests/testing.h"
 
 #include <criterion/criterion.h>
+#include <fcntl.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdarg.h>
@@ -527,6 +528,34 @@ Test(bench, single_ops)
         }
         testing_process_free(&process);
     }
+}
+
+/* A terminal sees a line of what is being done, which is gone at the end; a file sees nothing, and stdout never does.
+ */
+Test(bench, progress_on_a_terminal)
+{
+    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    cr_assert(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0);
+    const char *name = ptsname(terminal);
+    cr_assert(name);
+    int other_end = open(name, O_RDWR | O_NOCTTY); /* what was written stays while this end is open */
+    cr_assert(other_end >= 0);
+    testing_process_t process = run_bench(0, "%s --tokens 1,2 --iters 1 --format json 2>%s", golden("mixtral"), name);
+    assert_good(&process, 2);
+    cr_assert(!strchr(process.output, '\r'));
+    char text[4096];
+    ssize_t length = read(terminal, text, sizeof text - 1);
+    cr_assert(length > 0);
+    text[length] = 0;
+    cr_expect(strstr(text, "\r\033[Kloading weights: "), "%s", text);
+    cr_expect(strstr(text, "\r\033[Kcase 2 of 2: "), "%s", text);
+    cr_expect(length > 4 && !strcmp(text + length - 4, "\r\033[K"), "the last line stays: %s", text);
+    testing_process_free(&process);
+    close(other_end);
+    close(terminal);
+    process = run_bench(0, "%s --tokens 1,2 --iters 1 --format json", golden("mixtral"));
+    cr_expect_str_empty(process.errors);
+    testing_process_free(&process);
 }
 
 /* Dispatch and combine alone. All tokens go to experts of rank 0, so that rank 1 sends every row of its own: 5 of 2048

@@ -53,15 +53,6 @@ Test(mpi_comm, sides_that_do_not_match, .timeout = 120)
     testing_process_free(&run);
 }
 
-/* Processes of a run, found by a word of their command line that no other run has. */
-static int32_t processes_left(const char *mark)
-{
-    testing_process_t run = testing_run(20, "pgrep -c -f -- '[m]pi_exchange .*%s'", mark);
-    int32_t left = atoi(run.output);
-    testing_process_free(&run);
-    return left;
-}
-
 static void expect_fault(const char *options, const char *kind, int32_t reporting)
 {
     enum { RANKS = 4, TIMEOUT_S = 3 };
@@ -74,7 +65,7 @@ static void expect_fault(const char *options, const char *kind, int32_t reportin
     cr_expect((run.exit_code != 0 || recovery) && !run.timed_out && run.seconds < 20, "%s %s: exit %d after %.1f s",
               kind, options, run.exit_code, run.seconds);
     cr_expect_null(strstr(run.output, "code 0"), "%s %s: %s", kind, options, run.output);
-    cr_expect_eq(processes_left(mark), 0, "%s %s left processes", kind, options);
+    cr_expect_eq(testing_processes_left(mark), 0, "%s %s left processes", kind, options);
     for (int32_t r = 0; r < RANKS && reporting; r++) {
         char error[96], then[64];
         if (r == 1) continue;

@@ -198,15 +198,6 @@ Test(mpi_cuda, one_visible_device_per_rank, .timeout = 300)
     expect_ok(2, 150, wrapper, with_seed("exchange cases", "auto"));
 }
 
-/* Processes of a run, found by a word of their command line that no other run has. */
-static int32_t processes_left(const char *mark)
-{
-    testing_process_t run = testing_run(20, "pgrep -c -f -- '[m]pi_cuda_exchange .*%s'", mark);
-    int32_t left = atoi(run.output);
-    testing_process_free(&run);
-    return left;
-}
-
 static void expect_fault(int32_t ranks, const char *options, const char *kind, const char *transport, bool reporting)
 {
     enum { TIMEOUT_S = 5 };
@@ -220,7 +211,7 @@ static void expect_fault(int32_t ranks, const char *options, const char *kind, c
     cr_expect((run.exit_code != 0 || recovery) && !run.timed_out && run.seconds < 45, "%s %s: exit %d after %.1f s",
               kind, options, run.exit_code, run.seconds);
     cr_expect_null(strstr(run.output, "code 0"), "%s %s: %s", kind, options, run.output);
-    cr_expect_eq(processes_left(mark), 0, "%s %s left processes", kind, options);
+    cr_expect_eq(testing_processes_left(mark), 0, "%s %s left processes", kind, options);
     for (int32_t r = 0; r < ranks && reporting; r++) {
         char late[96], broken[96], then[64];
         if (r == 1) continue;

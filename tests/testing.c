@@ -1,5 +1,7 @@
 #include "tests/testing.h"
 
+#include <ctype.h>
+#include <dirent.h>
 #include <fcntl.h>
 #include <math.h>
 #include <poll.h>
@@ -7,6 +9,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -217,6 +220,41 @@ void testing_process_free(testing_process_t *process)
     free(process->output);
     free(process->errors);
     *process = (testing_process_t){0};
+}
+
+/* The command line of a process, arguments apart by zeros; empty when it has ended. */
+static size_t read_command_line(const char *pid, char *text, size_t size)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%.20s/cmdline", pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return 0;
+    size_t length = fread(text, 1, size, file);
+    fclose(file);
+    return length;
+}
+
+static int32_t count_processes(const char *mark)
+{
+    char text[8192];
+    int32_t found = 0;
+    DIR *all = opendir("/proc");
+    if (!all) return -1;
+    for (struct dirent *entry; (entry = readdir(all));)
+        if (isdigit((unsigned char)entry->d_name[0])) {
+            size_t length = read_command_line(entry->d_name, text, sizeof text);
+            found += memmem(text, length, mark, strlen(mark)) != NULL;
+        }
+    closedir(all);
+    return found;
+}
+
+int32_t testing_processes_left(const char *mark)
+{
+    /* The kernel takes its time to end what was killed. */
+    for (int32_t tries = 0; tries < 100 && count_processes(mark) > 0; tries++)
+        nanosleep(&(struct timespec){0, 20000000}, NULL);
+    return count_processes(mark);
 }
 
 const char *testing_mpirun(int32_t ranks)

@@ -44,6 +44,8 @@ typedef struct testing_process_t {
  * EPMOE_TEST_SLOWDOWN stretches so many times: for programs built to be watched. */
 testing_process_t testing_run(double limit_s, const char *command_format, ...) EPMOEI_PRINTF(2, 3);
 void testing_process_free(testing_process_t *process);
+/* Processes with this word in their command line that are still there two seconds later; -1 when nobody can say. */
+int32_t testing_processes_left(const char *mark);
 /* "mpirun ... -np N" with what root, few cores and one thread per rank need. */
 const char *testing_mpirun(int32_t ranks);
 
