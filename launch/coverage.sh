@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Line coverage of the host code by the tests that need no device: builds with gcc --coverage in build-coverage/, runs
-# the tests of one process and those under mpirun, prints the coverage per folder and fails below 90 % of the library
-# or the tools. Every process counts, forked or started by mpirun, unless it is killed. With gcovr installed it also
+# the tests of one process and those under mpirun, prints the coverage per folder and fails below 90 % of the library,
+# the tools or the bench. Every process counts, forked or started by mpirun, unless it is killed. With gcovr installed it also
 # writes the sources as HTML.
 #
 #   launch/coverage.sh [ARGUMENT OF ctest...]       for example: launch/coverage.sh -R topk
