@@ -219,12 +219,14 @@ template <kind_t kKind, typename Cut> struct codes_t {
     }
 };
 
+/* Blocks of 64 columns that a round of the next loop takes: whole stages and whole groups of W4. */
+template <typename Cut> constexpr int kWholeBlocks = Cut::kDepth < 2 ? 2 : Cut::kDepth;
+
 /* The loop over stages that are full, of W4 with groups of 128 columns and scales of 16 bits, and of MXFP4: the words
  * of the next block and the scales of the next group are loaded while the tensor cores run, also across stages. */
 template <kind_t kKind, typename Cut> struct whole_codes_t {
-    static constexpr int kTiles = Cut::kTiles, kDepth = Cut::kDepth;
+    static constexpr int kTiles = Cut::kTiles;
     static constexpr bool kMx = kIsMxfp4<kKind>;
-    static_assert(kDepth % 2 == 0, "a stage begins with a group");
     static constexpr int kGroups = kMx ? 2 : 1; /* that begin with a block, if any do */
     places_t<kKind, Cut> places;
     uint32_t words[kTiles][4];
@@ -234,19 +236,20 @@ template <kind_t kKind, typename Cut> struct whole_codes_t {
     uint32_t base;
     bool large; /* whether one of them is too large for the short way, in this warp */
 
-    __device__ __forceinline__ static bool begins_group(int depth) { return kMx || depth % 2 == 0; }
+    __device__ __forceinline__ static bool begins_group(int block) { return kMx || block % 2 == 0; }
     __device__ __forceinline__ void begin(const weights_t &w, const block_t &b, int32_t thread)
     {
         places.begin(b, thread);
         base = w.base;
     }
-    /* Block `depth` of a stage. */
-    __device__ __forceinline__ void load(const shared_layout_t &layout, uint32_t stage, int depth)
+    /* Block `block` of a round. */
+    __device__ __forceinline__ void load(const shared_layout_t &layout, uint32_t stage, int block)
     {
+        const int depth = block % Cut::kDepth;
 #pragma unroll
         for (int t = 0; t < kTiles; t++) {
             places.load_words(words[t], stage, t, depth);
-            if (!begins_group(depth)) continue;
+            if (!begins_group(block)) continue;
             const uint32_t place = places.place(t, kMx ? 2 * depth : depth / 2);
 #pragma unroll
             for (int i = 0; i < kGroups; i++)
@@ -255,10 +258,10 @@ template <kind_t kKind, typename Cut> struct whole_codes_t {
             if (kHasZeros<kKind>) zeros[t] = ptx_load_shared_2(stage + layout.zeros + place * 2);
         }
     }
-    /* Before block `depth` is made. */
-    __device__ __forceinline__ void take_groups(const weights_t &w, int depth)
+    /* Before block `block` of a round is made. */
+    __device__ __forceinline__ void take_groups(const weights_t &w, int block)
     {
-        if (!begins_group(depth)) return;
+        if (!begins_group(block)) return;
         uint32_t too_large = 0;
 #pragma unroll
         for (int t = 0; t < kTiles; t++) {

@@ -143,14 +143,14 @@ __device__ __forceinline__ void multiply_few(const weights_t &w, const block_t &
     }
 }
 
-/* acc += w x^T over the first `blocks` blocks of 64 columns, whole stages, of weights that whole_codes_t takes. A
+/* acc += w x^T over the first `blocks` blocks of 64 columns, whole rounds, of weights that whole_codes_t takes. A
  * weight takes about as many instructions as the tensor cores take clocks for it, so this is the loop that matters: a
  * batch of products, of kSteps times 16 columns, begins together, and what the next one needs is made while it runs. */
 template <kind_t kKind, typename Cut, int kN> struct whole_loop_t {
-    static constexpr int kTiles = Cut::kTiles;
-    static constexpr int kSteps = kTiles > 1 ? (kN > 96 ? 1 : 2) : 4;
-    static constexpr int kOfBlock = 4 / kSteps, kBatches = Cut::kDepth * kOfBlock;
-    static_assert(kBatches % 2 == 0, "a stage begins with the first of two sets of registers");
+    static constexpr int kTiles = Cut::kTiles, kDepth = Cut::kDepth;
+    static constexpr int kSteps = Cut::kMaxN > 32 ? 2 : 4; /* what registers allow */
+    static constexpr int kOfBlock = 4 / kSteps, kBatches = kWholeBlocks<Cut> * kOfBlock;
+    static_assert(kBatches % 2 == 0, "a round begins with the first of two sets of registers");
 
     const weights_t &w;
     const block_t &b;
@@ -160,39 +160,51 @@ template <kind_t kKind, typename Cut, int kN> struct whole_loop_t {
     uint32_t a[2][kSteps][kTiles][4];
     uint32_t x; /* descriptor of the stage's tokens */
     uint32_t empty;
+    uint32_t done; /* the barrier of a stage that products under way may still read */
 
-    /* Batch kBatch of a stage, whose words are here, and those after it: a template, since they must not become a loop.
-     * Nothing is under way from one stage to the next. The registers that it reads would be live in every other width's
-     * code too. */
-    template <int kBatch> __device__ __forceinline__ void run_batches(bool last_stage)
+    __device__ __forceinline__ void give_back() const
     {
-        constexpr int kBlock = kBatch / kOfBlock, kStep = kBatch % kOfBlock * kSteps;
-        const shared_layout_t &layout = b.line.layout;
+        __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
+        ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
+    }
+
+    /* Batch kBatch of a round, whose words are here, and those after it: a template, since they must not become a loop.
+     * Nothing is under way from one round to the next. The registers that it reads would be live in every other width's
+     * code too. */
+    template <int kBatch> __device__ __forceinline__ void run_batches(bool last_round)
+    {
+        constexpr int kBlock = kBatch / kOfBlock, kInStage = kBlock % kDepth, kStep = kBatch % kOfBlock * kSteps;
+        constexpr bool kBegins = kInStage == 0 && kStep == 0;
+        constexpr bool kEndsBlock = kStep + kSteps == 4, kEndsStage = kEndsBlock && kInStage == kDepth - 1;
+        constexpr bool kLast = kBatch == kBatches - 1;
         uint32_t(&now)[kSteps][kTiles][4] = a[kBatch % 2];
+        /* The same in all threads, which lets the compiler keep it where the instruction wants it. */
+        if (kBegins) x = __shfl_sync(0xFFFFFFFFu, descriptor_start(place.base), 0);
         if (kStep == 0) from.take_groups(w, kBlock);
         from.template make<kSteps>(now, kStep);
 #pragma unroll
         for (int i = 0; i < kSteps * kTiles; i++) ptx_define(now[i / kTiles][i % kTiles]);
         ptx_wgmma_fence();
-        const uint32_t x_block = x + kBlock * (b.line.max_n * kBlockK * 2 / 16);
+        const uint32_t x_block = x + kInStage * (b.line.max_n * kBlockK * 2 / 16);
 #pragma unroll
         for (int i = 0; i < kSteps * kTiles; i++)
             ptx_wgmma_registers<kN>::run(acc[i % kTiles], now[i / kTiles][i % kTiles],
                                          wgmma_descriptor(x_block + (kStep + i / kTiles) * 2));
         ptx_wgmma_commit();
-        if constexpr (kBatch < kBatches - 1) {
-            ptx_wgmma_wait<1>();
-            if (kStep + kSteps == 4) from.load(layout, place.base, kBlock + 1);
-            run_batches<kBatch + 1>(last_stage);
-        } else {
-            const uint32_t done = place.full + empty;
+        if (!kLast) ptx_wgmma_wait<1>();
+        if (kBegins && kBatch > 0) give_back();
+        if (kEndsStage) {
+            done = place.full + empty;
             /* Behind the last stage once more what is there already: a branch would cost more. */
-            place.advance(b, !last_stage);
+            place.advance(b, !kLast || !last_round);
             wait_barrier(place.full, place.parity());
-            from.load(layout, place.base, 0);
+        }
+        if (kEndsBlock) from.load(b.line.layout, place.base, (kBlock + 1) % kWholeBlocks<Cut>);
+        if constexpr (!kLast) {
+            run_batches<kBatch + 1>(last_round);
+        } else {
             ptx_wgmma_wait<0>();
-            __syncwarp(); /* other lanes' loads of codes and scales, for which one arrives */
-            ptx_mbarrier_arrive_if(done, threadIdx.x % 32 < Cut::kCluster);
+            give_back();
         }
     }
 
@@ -203,11 +215,8 @@ template <kind_t kKind, typename Cut, int kN> struct whole_loop_t {
         wait_barrier(place.full, place.parity());
         from.load(b.line.layout, place.base, 0);
 #pragma unroll 1
-        for (int32_t block = 0; block < blocks; block += Cut::kDepth) {
-            /* The same in all threads, which lets the compiler keep it where the instruction wants it. */
-            x = __shfl_sync(0xFFFFFFFFu, descriptor_start(place.base), 0);
-            run_batches<0>(block + Cut::kDepth >= blocks);
-        }
+        for (int32_t block = 0; block < blocks; block += kWholeBlocks<Cut>)
+            run_batches<0>(block + kWholeBlocks<Cut> >= blocks);
         place.advance(b, true);
     }
 };
@@ -226,7 +235,7 @@ __device__ __forceinline__ void multiply(const weights_t &w, const block_t &b, p
                                          float (&acc)[Cut::kTiles][Cut::kMaxN / 2])
 {
     int32_t first = 0;
-    if constexpr (kKind != W4_SHORT && Cut::kDepth % 2 == 0) {
+    if constexpr (kKind != W4_SHORT) {
         first = w.whole;
         if (first > 0) {
             if (kKind == W4_LONG && w.zeros)

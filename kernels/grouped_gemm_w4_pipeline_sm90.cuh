@@ -27,8 +27,8 @@ struct narrow_t {
     static constexpr bool kFew = true;
 };
 struct middle_t {
-    static constexpr int kGroups = 2, kTiles = 2, kMaxN = 112, kDepth = 2, kCluster = 1, kStep = 16, kBlocks = 1;
-    static constexpr int kRegisters = 224, kProducerRegisters = 56;
+    static constexpr int kGroups = 1, kTiles = 2, kMaxN = 96, kDepth = 2, kCluster = 1, kStep = 16, kBlocks = 2;
+    static constexpr int kRegisters = 208, kProducerRegisters = 48;
     static constexpr bool kFew = false;
 };
 struct wide_t {
@@ -51,7 +51,7 @@ struct weights_t {
     int32_t blocks;    /* of 64 columns */
     int32_t groups;
     int32_t group_blocks; /* blocks of a group; 0 when a block has two groups */
-    int32_t whole;        /* blocks that whole_codes_t takes, in whole stages */
+    int32_t whole;        /* blocks that whole_codes_t takes, in whole rounds */
     int32_t scales_bytes; /* of 64 rows and one group */
     int32_t pair_bytes;   /* of the scales of two rows */
     epmoe_dtype_t scales_dtype;

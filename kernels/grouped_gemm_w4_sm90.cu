@@ -7,15 +7,17 @@
  *   producer       a warp whose lanes start the copies of a stage: contiguous ones of codes, scales and zeros, and
  *                  boxes of x in the sorted order (a pass before this kernel brings them there when they are not)
  *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
- *   consumers      two or four warpgroups of 64 weight rows each, or two of 128
+ *   consumers      two or four warpgroups of 64 weight rows each, or one of 128
  *   storers        two warps, which take the consumers' finished outputs from shared memory to y
+ *
  * Four cuts of it. With few tokens an expert the weights must stream, 40 of them a clock of an SM, and a weight takes
  * more instructions than its products: four warps a scheduler, so that one always has some. Up to 16 tokens in two
  * blocks of 128 weight rows, whose ends hide behind each other's streams; up to 32 in one block of 256, so that x,
- * which weighs four times as much beside 4-bit weights as beside bf16, is fetched seldom. In the middle 256 rows by 112
- * tokens. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as many, and two blocks of a
- * cluster fetch half of them each for both. Each output's sum runs over K in steps of 16 whatever the cut and the
- * width: results do not depend on other rows. */
+ * which weighs four times as much beside 4-bit weights as beside bf16, is fetched seldom. Up to 96 tokens again two
+ * blocks, of 128 rows in one warpgroup. With many tokens 128 rows by 256 tokens: what was dequantised meets twice as
+ * many, and two blocks of a cluster fetch half of them each for both.
+ *
+ * Each output's sum runs over K in steps of 16 whatever the cut and the width: results do not depend on other rows. */
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/grouped_gemm_w4_loops_sm90.cuh"
@@ -124,13 +126,15 @@ __device__ __forceinline__ bool take_w_tile(const gemm_params_t &p, const weight
 template <typename Cut>
 __device__ __forceinline__ void store(const gemm_params_t &p, const weights_t &w, const block_t &b, int32_t first_group)
 {
-    ring_t notes = {0, 0}, parts[Cut::kGroups / 2] = {};
+    constexpr int kMost = (Cut::kGroups + 1) / 2;
+    ring_t notes = {0, 0}, parts[kMost] = {};
     for (;; notes.advance(2)) {
         wait_barrier(ptx_shared_address(&b.barriers->notes_full[notes.stage]), notes.parity);
         const tile_t tile = b.notes_of(notes.stage)->tile;
         if (tile.width == 0) return;
 #pragma unroll
-        for (int i = 0; i < Cut::kGroups / 2; i++) {
+        for (int i = 0; i < kMost; i++) {
+            if (Cut::kGroups == 1 && first_group > 0) break;
             epilogue_t e;
             take_staging(b, first_group + 2 * i, e);
             read_notes(b, notes.stage, tile, e);
@@ -293,7 +297,7 @@ weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
     return w;
 }
 
-/* Whether whole_codes_t takes what is full of a stage. */
+/* Whether whole_codes_t takes whole rounds of it. */
 bool takes_whole(const epmoe_grouped_gemm_args_t *args, const weights_t *w)
 {
     if (args->weight.format == EPMOE_FORMAT_MXFP4) return true;
@@ -331,7 +335,7 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     pipeline_t line = {};
     int32_t bytes = 0;
     weights_t w = c->w;
-    w.whole = takes_whole(args, &w) ? args->k / kBlockK / Cut::kDepth * Cut::kDepth : 0;
+    w.whole = takes_whole(args, &w) ? args->k / kBlockK / kWholeBlocks<Cut> * kWholeBlocks<Cut> : 0;
     line.max_n = (int32_t)epmoei_min64(max_n, Cut::kMaxN);
     line.way = epilogue_way(args);
     while (!(*fits = choose_pipeline<Cut>(&w, args->num_experts, limit, &line, &bytes)) && line.max_n > 16)
