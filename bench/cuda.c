@@ -64,11 +64,6 @@ epmoe_status_t cuda_read(const cuda_t *cuda, const void *data, int64_t bytes)
     return cuda_launch_read(data, bytes, CUDA_READ_BLOCKS(cuda->num_sms), cuda->sums, cuda->stream);
 }
 
-epmoe_status_t cuda_copy(const cuda_t *cuda, void *dst, const void *src, int64_t bytes)
-{
-    return cuda_launch_copy(dst, src, bytes, CUDA_READ_BLOCKS(cuda->num_sms), cuda->stream);
-}
-
 static epmoe_status_t capture(const cuda_t *cuda, const cuda_timing_t *timing, void *const *events,
                               cudaGraphExec_t *made)
 {

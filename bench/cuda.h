@@ -44,9 +44,8 @@ epmoe_status_t cuda_time(const cuda_t *cuda, const cuda_timing_t *timing, double
  * run. A pass of its own, since events between kernels cost time. */
 epmoe_status_t cuda_time_stages(const cuda_t *cuda, const cuda_timing_t *timing, double *times);
 
-/* Reads data [bytes, a multiple of 16] once; copies it. */
+/* Reads data [bytes, a multiple of 16] once. */
 epmoe_status_t cuda_read(const cuda_t *cuda, const void *data, int64_t bytes);
-epmoe_status_t cuda_copy(const cuda_t *cuda, void *dst, const void *src, int64_t bytes);
 
 /* The kernels of cuda_sm80.cu. sums [CUDA_READ_BLOCKS(num_sms)]. */
 #define CUDA_READ_BLOCKS(num_sms) (4 * (num_sms))
