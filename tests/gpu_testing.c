@@ -76,7 +76,7 @@ static void fill_poison(char *data, int64_t first, int64_t bytes)
     unsigned char *host = malloc((size_t)piece + 1);
     if (!host) abort();
     for (int64_t i = 0; i < piece; i++) host[i] = poison_at(first + i);
-    if (piece) gpu_put(data + first, host, piece);
+    if (piece > 0) gpu_put(data + first, host, piece);
     free(host);
     if (bytes > piece) gpu_repeat(data + first, piece, bytes); /* a piece is a multiple of the pattern */
 }
