@@ -2,6 +2,7 @@
 
 #include "base/dtype.h"
 #include "comm/ep_wire.h"
+#include "comm/p2p_layout.h"
 #include "comm/transport.h"
 
 #include <stdatomic.h>
@@ -118,23 +119,56 @@ static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_
     return EPMOE_OK;
 }
 
+/* Of an object whose size and config are set. */
+static void set_row_sizes(epmoe_ep_t *ep)
+{
+    ep->header_bytes = header_bytes(ep->size);
+    ep->partial_dtype = partial_dtype(ep->config.dtype, ep->size);
+    ep->row_bytes = (int64_t)ep->config.hidden * epmoe_dtype_size(ep->config.dtype);
+    ep->wire_row_bytes = wire_row_bytes(&ep->config);
+    ep->partial_bytes = (int64_t)ep->config.hidden * epmoe_dtype_size(ep->partial_dtype);
+}
+
+/* Of all kinds of memory. For host transports that is the CPU's: a device's is no larger, since what pages of the host
+ * double is not counted. */
+static int64_t buffer_bytes(const epmoe_ep_t *ep, epmoe_transport_t transport)
+{
+    bool p2p = transport == EPMOE_TRANSPORT_P2P && ep->size > 1;
+    epmoei_ep_buffers_t unused;
+    arenas_t arenas = {0};
+    carve_buffers(&unused, &arenas, &ep->config, ep->size, ep->max_rows, p2p ? EPMOE_BACKEND_CUDA : EPMOE_BACKEND_CPU,
+                  p2p ? EPMOE_TRANSPORT_P2P : EPMOE_TRANSPORT_MPI);
+    int64_t tables = ep->config.placement ? epmoei_placement_bytes(ep->num_experts, ep->config.num_physical) : 0;
+    return arenas.host.used + arenas.pinned.used + arenas.device.used + tables +
+           (p2p ? epmoei_p2p_buffer_bytes(ep) : 0);
+}
+
 epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
                                     int64_t *bytes)
 {
-    epmoe_ep_config_t own;
-    EPMOEI_CHECK(take_config(&own, config));
-    if (size < 1 || size > EPMOEI_MAX_RANKS)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "size is %d: expected 1..%d", size, EPMOEI_MAX_RANKS);
+    epmoe_ep_t asked = {.size = size, .max_rows = (int32_t)max_recv_rows};
+    EPMOEI_CHECK(take_config(&asked.config, config));
+    epmoe_transport_t transport = asked.config.transport;
+    if (transport < EPMOE_TRANSPORT_AUTO || transport > EPMOE_TRANSPORT_P2P)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.transport is %d: expected an epmoe_transport_t",
+                           (int)transport);
+    int32_t most = transport == EPMOE_TRANSPORT_P2P     ? EPMOEI_P2P_MAX_RANKS
+                   : transport == EPMOE_TRANSPORT_LOCAL ? 1
+                                                        : EPMOEI_MAX_RANKS;
+    if (size < 1 || size > most)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "size is %d: expected 1..%d over transport %s", size, most,
+                           epmoe_transport_string(transport));
     if (max_recv_rows < 0 || max_recv_rows > INT32_MAX)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "max_recv_rows is %lld: expected 0..%d",
                            (long long)max_recv_rows, INT32_MAX);
     if (!bytes) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "bytes is NULL");
-    epmoei_ep_buffers_t unused;
-    arenas_t arenas = {0};
-    int64_t tables = own.placement ? epmoei_placement_bytes(own.num_experts, own.num_physical) : 0;
-    own.num_experts = own.num_physical;
-    carve_buffers(&unused, &arenas, &own, size, max_recv_rows, EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_MPI);
-    *bytes = arenas.host.used + tables;
+    asked.num_experts = asked.config.num_experts;
+    asked.config.num_experts = asked.config.num_physical;
+    set_row_sizes(&asked);
+    int64_t result = buffer_bytes(&asked, transport);
+    if (transport == EPMOE_TRANSPORT_AUTO && size <= EPMOEI_P2P_MAX_RANKS)
+        result = epmoei_max64(result, buffer_bytes(&asked, EPMOE_TRANSPORT_P2P));
+    *bytes = result;
     return EPMOE_OK;
 }
 
@@ -232,12 +266,7 @@ epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *conf
     EPMOEI_CHECK_GOTO(agree_on_config(made, status), fail);
     made->num_experts = made->config.num_experts;
     made->config.num_experts = made->config.num_physical;
-
-    made->header_bytes = header_bytes(made->size);
-    made->partial_dtype = partial_dtype(made->config.dtype, made->size);
-    made->row_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->config.dtype);
-    made->wire_row_bytes = wire_row_bytes(&made->config);
-    made->partial_bytes = (int64_t)made->config.hidden * epmoe_dtype_size(made->partial_dtype);
+    set_row_sizes(made);
     status = make_buffers(made);
     EPMOEI_CHECK_GOTO(epmoei_comm_agree_on(comm, "dispatch buffers", status, NULL, 0), fail);
     EPMOEI_CHECK_GOTO(agree_on_placement(comm, made->config.placement, made->config.num_physical), fail);

@@ -1,6 +1,7 @@
 #include "comm/p2p_window.h"
 
 #include "base/device.h"
+#include "comm/p2p_layout.h"
 
 #if EPMOE_HAVE_CUDA
 
@@ -9,9 +10,6 @@
 #include <string.h>
 #include <sys/random.h>
 #include <unistd.h>
-
-/* A piece is mapped in pages of this size: whole ones, so that peers see nothing else. */
-#define PAGE_BYTES ((int64_t)2 << 20)
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static uint64_t process_number;
@@ -74,7 +72,8 @@ static epmoe_status_t cannot(cudaError_t error, const char *what, const char *ca
 
 static epmoe_status_t make_piece(void **piece, int64_t bytes, int64_t cleared_bytes, offer_t *offer)
 {
-    EPMOEI_CHECK(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, piece, epmoei_round_up(epmoei_max64(bytes, 1), PAGE_BYTES),
+    EPMOEI_CHECK(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, piece,
+                                     epmoei_round_up(epmoei_max64(bytes, 1), EPMOEI_P2P_PAGE_BYTES),
                                      "dispatch buffers (p2p)"));
     EPMOEI_CHECK(epmoei_memory_set(EPMOE_BACKEND_CUDA, *piece, 0, cleared_bytes, NULL));
     EPMOEI_CHECK(epmoei_stream_wait(EPMOE_BACKEND_CUDA, NULL));

@@ -3,6 +3,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "comm/ep_wire.h"
+#include "comm/p2p_layout.h"
 #include "comm/p2p_window.h"
 #include "comm/transport.h"
 
@@ -189,66 +190,16 @@ static void destroy(epmoe_comm_t *comm)
 
 /* -------------------------------------------------------------------------------------------------------- objects */
 
-/* Of each rank, per peer and parity of the epoch; the same on all ranks. */
-static int64_t staged_rows(const epmoe_ep_t *ep) { return EPMOEI_P2P_STAGED / ep->size; }
-
-/* 8-byte words of a row: 4 for each 16 bytes, in whole warps, and 2 for each slot; see comm/p2p_staged.cuh. */
-static int64_t staged_words(const epmoe_ep_t *ep)
-{
-    const bool coded = epmoei_ep_is_coded(ep);
-    const int64_t x = coded ? epmoei_coded_codes_bytes(ep->config.hidden) : ep->row_bytes;
-    const int64_t scales = coded ? epmoei_coded_scales_bytes(ep->config.hidden) : 0;
-    return epmoei_round_up(x, 16 * 32) / 4 + epmoei_round_up(scales, 16 * 32) / 4 + 2 * ep->config.top_k;
-}
-
-/* Everything that peers touch. Returns the bytes; *cleared those before the rows. */
-static int64_t carve_window(char *base, const epmoe_ep_t *ep, int64_t capacity, epmoei_p2p_window_t *window,
-                            int64_t *cleared)
-{
-    epmoei_arena_t arena = {base, 0};
-    int64_t size = ep->size, k = ep->config.top_k;
-    window->headers = epmoei_carve(&arena, 2 * size * (size + 2) * 8);
-    window->rows_there = epmoei_carve(&arena, 4 * size * EPMOEI_P2P_MAX_BLOCKS);
-    window->partials_ready = epmoei_carve(&arena, 4 * size);
-    window->staged = epmoei_carve(&arena, 2 * size * staged_rows(ep) * staged_words(ep) * 8);
-    *cleared = arena.used;
-    window->ids = epmoei_carve(&arena, capacity * k * 4);
-    window->weights = epmoei_carve(&arena, capacity * k * 4);
-    const bool coded = epmoei_ep_is_coded(ep);
-    const int64_t codes = epmoei_coded_codes_bytes(ep->config.hidden);
-    window->x = epmoei_carve(&arena, capacity * (coded ? codes : ep->row_bytes));
-    window->scales = epmoei_carve(&arena, coded ? capacity * epmoei_coded_scales_bytes(ep->config.hidden) : 0);
-    window->y = epmoei_carve(&arena, capacity * ep->partial_bytes);
-    window->capacity = capacity;
-    return arena.used;
-}
-
-static int64_t carve_own(char *base, const epmoe_ep_t *ep, epmoei_p2p_args_t *args)
-{
-    epmoei_arena_t arena = {base, 0};
-    int64_t size = ep->size, tokens = ep->config.max_tokens;
-    args->width = (int32_t)epmoei_min64(ep->config.top_k, size);
-    args->groups = epmoei_max64(1, epmoei_ceil_div(tokens, EPMOEI_P2P_GROUP));
-    args->state = epmoei_carve(&arena, (int64_t)sizeof *args->state);
-    args->num_rows = epmoei_carve(&arena, 4);
-    args->windows = epmoei_carve(&arena, size * (int64_t)sizeof *args->windows);
-    args->token_ranks = epmoei_carve(&arena, args->groups * EPMOEI_P2P_GROUP * 4);
-    args->group_offsets = epmoei_carve(&arena, args->groups * size * 4);
-    args->token_rows = epmoei_carve(&arena, tokens * args->width * 4);
-    args->own_x = epmoei_carve(&arena, epmoei_ep_is_coded(ep) ? ep->max_rows * ep->row_bytes : 0);
-    return arena.used;
-}
-
 static epmoe_status_t fill_own(epmoe_ep_t *ep)
 {
     epmoei_p2p_args_t *args = &ep->p2p->args;
     const epmoe_comm_t *comm = ep->comm;
     epmoei_p2p_window_t windows[EPMOEI_P2P_MAX_RANKS];
-    int64_t unused, bytes = carve_own(NULL, ep, args);
+    int64_t unused, bytes = epmoei_p2p_carve_own(NULL, ep, args);
     EPMOEI_CHECK(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, &ep->p2p->memory, bytes, "dispatch buffers (p2p)"));
-    carve_own(ep->p2p->memory, ep, args);
+    epmoei_p2p_carve_own(ep->p2p->memory, ep, args);
     for (int32_t r = 0; r < ep->size; r++)
-        carve_window(ep->p2p->shared->pieces[r], ep, ep->buffers.capacity[r], &windows[r], &unused);
+        epmoei_p2p_carve_window(ep->p2p->shared->pieces[r], ep, ep->buffers.capacity[r], &windows[r], &unused);
     EPMOEI_CHECK(epmoei_memory_set(EPMOE_BACKEND_CUDA, ep->p2p->memory, 0, bytes, NULL));
     EPMOEI_CHECK(epmoei_memory_copy(EPMOE_BACKEND_CUDA, (void *)(uintptr_t)args->windows, windows,
                                     ep->size * (int64_t)sizeof *windows, NULL));
@@ -266,8 +217,6 @@ static epmoe_status_t fill_own(epmoe_ep_t *ep)
     args->coded = epmoei_ep_is_coded(ep);
     args->codes_bytes = epmoei_coded_codes_bytes(ep->config.hidden);
     args->scales_stride = epmoei_coded_scales_bytes(ep->config.hidden) / 4;
-    args->staged_rows = staged_rows(ep);
-    args->staged_words = staged_words(ep);
     args->dtype = ep->config.dtype;
     args->partial_dtype = ep->partial_dtype;
     args->error_word = epmoei_error_word();
@@ -300,7 +249,7 @@ static void ep_destroy(epmoe_ep_t *ep)
 static epmoe_status_t ep_create(epmoe_ep_t *ep)
 {
     epmoei_p2p_window_t unused;
-    int64_t cleared, bytes = carve_window(NULL, ep, ep->max_rows, &unused, &cleared);
+    int64_t cleared, bytes = epmoei_p2p_carve_window(NULL, ep, ep->max_rows, &unused, &cleared);
     ep->p2p = epmoei_calloc((int64_t)sizeof *ep->p2p);
     epmoe_status_t status =
         ep->p2p ? EPMOE_OK : epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "no memory for a dispatch object");

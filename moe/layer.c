@@ -109,16 +109,7 @@ static epmoe_status_t make_memory(epmoe_layer_t *layer)
 static epmoe_status_t make_ep(epmoe_layer_t *layer)
 {
     if (!layer->config.num_experts || epmoe_comm_size(layer->comm) == 1) return EPMOE_OK;
-    epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
-    ep.num_experts = layer->config.num_experts;
-    ep.top_k = layer->config.top_k;
-    ep.hidden = layer->config.hidden;
-    ep.max_tokens = layer->config.max_tokens;
-    ep.dtype = layer->config.dtype;
-    ep.wire_dtype = layer->config.wire_dtype;
-    ep.capacity = layer->config.capacity;
-    ep.placement = layer->config.placement;
-    ep.num_physical = layer->config.num_physical;
+    epmoe_ep_config_t ep = epmoei_layer_ep_config(&layer->config);
     return epmoe_ep_create(layer->comm, &ep, &layer->ep);
 }
 

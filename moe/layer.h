@@ -134,6 +134,8 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
 
 /* Most rows that a dispatch may bring to a rank, when all ranks together may have all_tokens. */
 int64_t epmoei_layer_max_rows(const epmoe_layer_config_t *config, int64_t all_tokens);
+/* Of the layer's dispatch object. */
+epmoe_ep_config_t epmoei_layer_ep_config(const epmoe_layer_config_t *config);
 
 /* Carves; base NULL counts. max_rows: most rows that the experts of this rank may get in one forward. weights NULL:
  * plain ones. */

@@ -69,6 +69,7 @@ static void drop_routed(epmoe_layer_config_t *config)
     config->wire_dtype = EPMOE_DTYPE_NONE;
     config->placement = NULL;
     config->num_physical = 0;
+    config->transport = EPMOE_TRANSPORT_AUTO;
 }
 
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
@@ -398,6 +399,22 @@ int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *conf
     return arena.used;
 }
 
+epmoe_ep_config_t epmoei_layer_ep_config(const epmoe_layer_config_t *config)
+{
+    epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
+    ep.num_experts = config->num_experts;
+    ep.top_k = config->top_k;
+    ep.hidden = config->hidden;
+    ep.max_tokens = config->max_tokens;
+    ep.dtype = config->dtype;
+    ep.wire_dtype = config->wire_dtype;
+    ep.capacity = config->capacity;
+    ep.placement = config->placement;
+    ep.num_physical = config->num_physical;
+    ep.transport = config->transport;
+    return ep;
+}
+
 epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
                                   epmoe_layer_memory_t *memory)
 {
@@ -417,16 +434,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
                                                backend == EPMOE_BACKEND_CUDA ? &weights : NULL, &workspace));
     result.workspace_bytes = workspace.bytes;
     if (checked.num_experts && size > 1) {
-        epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
-        ep.num_experts = checked.num_experts;
-        ep.top_k = checked.top_k;
-        ep.hidden = checked.hidden;
-        ep.max_tokens = checked.max_tokens;
-        ep.dtype = checked.dtype;
-        ep.wire_dtype = checked.wire_dtype;
-        ep.capacity = checked.capacity;
-        ep.placement = checked.placement;
-        ep.num_physical = checked.num_physical;
+        epmoe_ep_config_t ep = epmoei_layer_ep_config(&checked);
         EPMOEI_CHECK(epmoe_ep_buffer_size(&ep, size, max_rows, &result.comm_bytes));
     }
     return epmoei_return_sized(memory, &result, sizeof result, "memory");

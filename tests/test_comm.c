@@ -294,6 +294,71 @@ Test(comm, one_rank_out_of_order)
     cr_assert_eq(epmoei_alloc_live(), live);
 }
 
+static int64_t pieces(const int64_t *sizes, size_t num)
+{
+    int64_t sum = 0;
+    for (size_t i = 0; i < num; i++) sum += (sizes[i] + 255) / 256 * 256;
+    return sum;
+}
+#define PIECES(...) pieces((const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / 8)
+
+static int64_t bytes_over(epmoe_ep_config_t config, epmoe_transport_t transport, int32_t size, int64_t rows)
+{
+    int64_t bytes = -1;
+    config.transport = transport;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, size, rows, &bytes), EPMOE_OK, "%s", epmoe_last_error());
+    return bytes;
+}
+
+/* Worked by hand: 4096 tokens of d 7168 on each of 8 ranks, k 8, all of which may come to one. */
+Test(comm, buffer_size_of_each_transport)
+{
+    enum { R = 8, T = 4096, K = 8, D = 7168, ROWS = R * T, PAGE = 2 << 20 };
+    const epmoe_transport_t mpi = EPMOE_TRANSPORT_MPI, p2p = EPMOE_TRANSPORT_P2P, any = EPMOE_TRANSPORT_AUTO;
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = 256, config.top_k = K, config.hidden = D, config.max_tokens = T, config.dtype = EPMOE_BF16;
+
+    /* What peers touch: two headers of 10 words from each rank, flags of 256 blocks, flags; rows of ids, weights, x and
+     * y. 4096 / 8 tokens are never staged. */
+    int64_t flags = PIECES(2 * R * 10 * 8, R * 256 * 4, R * 4);
+    int64_t window = flags + PIECES(ROWS * K * 4LL, ROWS * K * 4LL, ROWS * D * 2LL, ROWS * D * 2LL);
+    /* What they do not: the state (fits 256 bytes), a count, 8 windows of 80 bytes, tables of 128 groups of 32 tokens;
+     * the capacities of the ranks on the host. */
+    int64_t own = PIECES(256, 4, R * 80, T * 4, T / 32 * R * 4, T * R * 4, R * 8);
+    int64_t expected = (window + PAGE - 1) / PAGE * PAGE + own, bytes = bytes_over(config, p2p, R, ROWS);
+    cr_assert_eq(bytes, expected, "%lld, not %lld", (long long)bytes, (long long)expected);
+    cr_assert(bytes > 0.87 * (1 << 30) && bytes < 0.88 * (1 << 30), "%lld", (long long)bytes);
+
+    /* The others keep rows for 7 peers besides x and y, ids and weights of both, and small tables. */
+    int64_t rows = PIECES(ROWS * D * 2LL, ROWS * D * 2LL, ROWS * K * 4LL, ROWS * K * 4LL);
+    int64_t outbox = PIECES(T * 7 * D * 2LL, T * 7 * K * 4LL, T * 7 * K * 4LL), slots = PIECES(T * R * 4, T * R * 4);
+    bytes = bytes_over(config, mpi, R, ROWS);
+    cr_assert(bytes > rows + outbox + slots && bytes < rows + outbox + slots + 16384, "%lld", (long long)bytes);
+    cr_assert(bytes > 1.26 * (1 << 30) && bytes < 1.27 * (1 << 30), "%lld", (long long)bytes);
+    cr_assert_eq(bytes_over(config, EPMOE_TRANSPORT_NCCL, R, ROWS), bytes);
+    cr_assert_eq(bytes_over(config, any, R, ROWS), bytes);
+
+    /* In FP8: codes and 56 scales in place of x, and x of its own behind them. */
+    config.wire_dtype = EPMOE_F8_E4M3;
+    window += PIECES(ROWS * D * 1LL, ROWS * 56 * 4LL) - PIECES(ROWS * D * 2LL);
+    expected = (window + PAGE - 1) / PAGE * PAGE + own + PIECES(ROWS * D * 2LL);
+    bytes = bytes_over(config, p2p, R, ROWS);
+    cr_assert_eq(bytes, expected, "%lld, not %lld", (long long)bytes, (long long)expected);
+    config.wire_dtype = EPMOE_DTYPE_NONE;
+
+    /* Smallest: two ranks may stage two rows for each, of (16 * 32 bytes of x) / 4 and 2 per slot in 8-byte words. With
+     * its page p2p takes more than the others, which is what AUTO says. */
+    config.top_k = 2, config.hidden = 8, config.max_tokens = 1, config.num_experts = 4;
+    window = PIECES(2 * 2 * 4 * 8, 2 * 256 * 4, 2 * 4, 2 * 2 * 2 * (128 + 4) * 8, 2 * 2 * 4, 2 * 2 * 4, 2 * 16, 2 * 16);
+    cr_assert_lt(window, PAGE);
+    own = PIECES(256, 4, 2 * 80, 32 * 4, 2 * 4, 2 * 4, 2 * 8);
+    bytes = bytes_over(config, p2p, 2, 2);
+    cr_assert_eq(bytes, PAGE + own, "%lld, not %lld", (long long)bytes, (long long)(PAGE + own));
+    cr_assert_eq(bytes_over(config, any, 2, 2), bytes);
+    cr_assert_lt(bytes_over(config, mpi, 2, 2), bytes);
+    cr_assert_eq(bytes_over(config, p2p, 1, 1), bytes_over(config, mpi, 1, 1));
+}
+
 Test(comm, auto_takes_the_first_that_all_can_use)
 {
     const epmoe_transport_t local = EPMOE_TRANSPORT_LOCAL, p2p = EPMOE_TRANSPORT_P2P, nccl = EPMOE_TRANSPORT_NCCL;
@@ -333,6 +398,7 @@ Test(comm, buffer_size)
     int64_t bytes = -1, more = -1;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 1, 3, &bytes), EPMOE_OK);
     cr_assert_eq(bytes, 512);
+    config.transport = EPMOE_TRANSPORT_MPI;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 1000, &bytes), EPMOE_OK);
     cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 2000, &more), EPMOE_OK);
     /* A received row takes x, ids, weights and a bf16 partial row: 20 + 8 + 8 + 20 bytes. */
@@ -342,9 +408,19 @@ Test(comm, buffer_size)
     cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 1000, &bytes), EPMOE_OK);
     cr_assert_eq(epmoe_ep_buffer_size(&config, 4, 2000, &more), EPMOE_OK);
     cr_assert_leq(llabs(more - bytes - 88000), 5 * 256);
+    config.transport = EPMOE_TRANSPORT_AUTO;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 1, 3, &bytes), EPMOE_OK);
     cr_assert_eq(bytes, 768);
     bytes = 5;
+    config.transport = EPMOE_TRANSPORT_P2P;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 33, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "size is 33: expected 1..32 over transport p2p"), "%s", epmoe_last_error());
+    config.transport = EPMOE_TRANSPORT_LOCAL;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    config.transport = (epmoe_transport_t)5;
+    cr_assert_eq(epmoe_ep_buffer_size(&config, 2, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
+    cr_assert(strstr(epmoe_last_error(), "config.transport is 5"), "%s", epmoe_last_error());
+    config.transport = EPMOE_TRANSPORT_AUTO;
     cr_assert_eq(epmoe_ep_buffer_size(&config, 0, 3, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
     cr_assert_eq(epmoe_ep_buffer_size(&config, 2, -1, &bytes), EPMOE_ERROR_INVALID_ARGUMENT);
     cr_assert(strstr(epmoe_last_error(), "max_recv_rows is -1"), "%s", epmoe_last_error());

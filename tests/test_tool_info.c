@@ -126,6 +126,27 @@ Test(tool_info, plans_what_a_rank_takes)
     cr_assert(strstr(process.output, "more tokens"), "%s", process.output);
     cr_assert(process.exit_code == 1 && strstr(process.errors, "rank 0 takes"), "%s", process.errors);
     testing_process_free(&process);
+
+    /* Rows to be sent, of 4096 tokens for 2 peers each, are what p2p does without; rows of 64 bf16. */
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --ranks 3 --max-tokens 4096 --transport nccl --format json");
+    json_t *nccl = json_loads(process.output, 0, NULL);
+    cr_assert(nccl, "%s", process.errors);
+    testing_process_free(&process);
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --ranks 3 --max-tokens 4096 --transport p2p --format json");
+    json_t *p2p = json_loads(process.output, 0, NULL);
+    cr_assert(p2p, "%s", process.errors);
+    testing_process_free(&process);
+    cr_expect_str_eq(json_string_value(json_object_get(nccl, "transport")), "nccl");
+    cr_expect_str_eq(json_string_value(json_object_get(p2p, "transport")), "p2p");
+    json_int_t less = rank_number(nccl, 0, "comm_bytes") - rank_number(p2p, 0, "comm_bytes");
+    cr_expect_geq(less, layers * (4096 * 2 * 64 * 2 - (2 << 20)), "%lld", (long long)less);
+    json_decref(nccl);
+    json_decref(p2p);
+    process = testing_tool("info '" GOLDEN "qwen3_moe' --ranks 3");
+    cr_assert(strstr(process.output, "transport    mpi\n"), "%s", process.output);
+    testing_process_free(&process);
+    refuses("info '" GOLDEN "qwen3_moe' --ranks 33 --transport p2p", "expected 1..32 over transport p2p");
+    refuses("info '" GOLDEN "qwen3_moe' --transport tcp", "--transport");
     refuses("info '" GOLDEN "qwen3_moe' --memory 0", "--memory");
     refuses("info '" GOLDEN "qwen3_moe' --kv-tokens -1", "--kv-tokens");
 }

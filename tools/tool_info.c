@@ -2,20 +2,25 @@
 #include "tools/tool_util.h"
 
 #include "base/dtype.h"
+#include "comm/comm.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#define INFO_TRANSPORTS "auto,mpi,nccl,p2p"
+
 static const tool_option_t options[] = {
     {"ranks", "R", "bytes per rank for this many ranks (default 1)"},
     {"max-tokens", "N", "largest T per rank and forward (default 4096)"},
     {"kv-tokens", "N", "tokens in the KV cache of each rank (default 0)"},
+    {"transport", INFO_TRANSPORTS, "of the exchange buffers; default as ranks with a device each on one host choose"},
     {"memory", "GIB", "of each rank: says what is left, and exits with 1 where it does not fit"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
 };
-static const char usage[] = "info DIR [--ranks R] [--max-tokens N] [--kv-tokens N] [--memory GIB] [--format F]";
+static const char usage[] = "info DIR [--ranks R] [--max-tokens N] [--kv-tokens N] [--transport T] [--memory GIB] "
+                            "[--format F]";
 
 #define MAX_RANKS      4096
 #define MAX_KV_TOKENS  ((int64_t)1 << 36)
@@ -27,6 +32,7 @@ typedef struct info_t {
     int64_t ranks;
     int64_t max_tokens;
     int32_t format;
+    epmoe_transport_t transport;
 
     epmoe_checkpoint_t *checkpoint;
     epmoe_checkpoint_info_t about;
@@ -50,6 +56,16 @@ static int take_memory(info_t *info, const char *value)
     return PROGRAM_OK;
 }
 
+static int take_transport(info_t *info, const char *value)
+{
+    static const epmoe_transport_t transports[] = {EPMOE_TRANSPORT_AUTO, EPMOE_TRANSPORT_MPI, EPMOE_TRANSPORT_NCCL,
+                                                   EPMOE_TRANSPORT_P2P};
+    int32_t choice = 0;
+    int code = tool_take_choice(info->program, "transport", INFO_TRANSPORTS, value, &choice);
+    info->transport = transports[choice];
+    return code;
+}
+
 static int take(void *ctx, const char *option, const char *value)
 {
     info_t *info = ctx;
@@ -65,6 +81,7 @@ static int take(void *ctx, const char *option, const char *value)
         return tool_take_number(info->program, option, 1, INT32_MAX, value, &info->max_tokens);
     if (!strcmp(option, "kv-tokens"))
         return tool_take_number(info->program, option, 0, MAX_KV_TOKENS, value, &info->plan.kv_tokens);
+    if (!strcmp(option, "transport")) return take_transport(info, value);
     if (!strcmp(option, "memory")) return take_memory(info, value);
     return tool_take_choice(info->program, option, TOOL_FORMATS, value, &info->format);
 }
@@ -86,8 +103,24 @@ static epmoe_status_t count_rank(const info_t *info, int32_t rank, info_rank_t *
     return EPMOE_OK;
 }
 
+static epmoe_status_t choose_transport(info_t *info)
+{
+    epmoe_backend_t backend;
+    const epmoei_auto_facts_t facts = {.size = (int32_t)info->ranks,
+                                       .ranks_per_device = 1,
+                                       .one_host = true,
+                                       .all_have_p2p = true,
+                                       .all_have_nccl = true};
+    if (info->transport != EPMOE_TRANSPORT_AUTO) return EPMOE_OK;
+    EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
+    info->transport = epmoei_auto_transport(&facts);
+    if (backend == EPMOE_BACKEND_CPU && info->ranks > 1) info->transport = EPMOE_TRANSPORT_MPI;
+    return EPMOE_OK;
+}
+
 static epmoe_status_t gather_info(info_t *info)
 {
+    EPMOEI_CHECK(choose_transport(info));
     EPMOEI_CHECK(epmoe_checkpoint_open(info->dir, &info->checkpoint));
     info->about = (epmoe_checkpoint_info_t)EPMOE_CHECKPOINT_INFO_INIT;
     EPMOEI_CHECK(epmoe_checkpoint_get_info(info->checkpoint, &info->about));
@@ -98,6 +131,7 @@ static epmoe_status_t gather_info(info_t *info)
         info->configs[i] = (epmoe_layer_config_t)EPMOE_LAYER_CONFIG_INIT;
         EPMOEI_CHECK(epmoe_checkpoint_layer_config(info->checkpoint, i, &info->configs[i]));
         info->configs[i].max_tokens = (int32_t)info->max_tokens;
+        info->configs[i].transport = info->transport;
         if (info->configs[i].num_experts && !info->moe) info->moe = &info->configs[i];
     }
     EPMOEI_CHECK(info_attention_gather(info->checkpoint, &info->attention));
@@ -198,7 +232,7 @@ static void print_table(const info_t *info)
     info_attention_print(&info->attention);
     printf("files        %d, ", info->about.num_shards);
     print_size("", info->about.total_bytes);
-    printf("\n");
+    printf("\ntransport    %s\n", epmoe_transport_string(info->transport));
     info_plan_print_header(&info->plan);
     for (int32_t r = 0; r < info->ranks; r++) info_plan_print_rank(&info->plan, r, &info->bytes[r]);
     if (info->attention.refused[0]) printf("attention, KV cache and head are not counted\n");
@@ -238,6 +272,7 @@ static void print_json(const info_t *info)
         json_array_append_new(ranks, info_plan_json_rank(&info->plan, r, &info->bytes[r]));
     json_object_set_new(object, "attention", info_attention_json(&info->attention));
     json_object_set_new(object, "max_tokens", json_integer(info->max_tokens));
+    json_object_set_new(object, "transport", json_string(epmoe_transport_string(info->transport)));
     json_object_set_new(object, "kv_tokens", json_integer(info->plan.kv_tokens));
     if (info->plan.memory) json_object_set_new(object, "memory_bytes", json_integer(info->plan.memory));
     json_object_set_new(object, "ranks", ranks);

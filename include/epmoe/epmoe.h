@@ -1121,6 +1121,8 @@ typedef struct epmoe_ep_config_t {
                                  at least once; read by create alone. NULL = expert e is physical expert e */
     int32_t num_physical; /* P, of all ranks together, E..EPMOE_MAX_EXPERTS: rank r has those of epmoe_expert_range(P,
                              size, r). 0 = num_experts, which it must be without a placement */
+    epmoe_transport_t
+        transport; /* read by epmoe_ep_buffer_size alone: whose buffers it counts; AUTO = the most of all */
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
@@ -1136,10 +1138,11 @@ typedef struct epmoe_ep_config_t {
  * never from run to run or from transport to transport. */
 EPMOE_API epmoe_status_t epmoe_ep_create(epmoe_comm_t *comm, const epmoe_ep_config_t *config, epmoe_ep_t **ep);
 EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
-/* Bytes of buffers that epmoe_ep_create would take on a rank that may receive `max_recv_rows` rows. Local. CUDA: device
- * memory is at most that, over P2P in whole pages of 2 MiB, which the device gets back when all ranks have destroyed
- * the object, with the next epmoe_ep_create or the communicator's end; transport MPI takes up to as much again of
- * page-locked memory. */
+/* Bytes of buffers that epmoe_ep_create would take over config.transport on a rank that may receive `max_recv_rows`
+ * rows. Local. CUDA: device memory is at most that; transport MPI takes up to as much again of page-locked memory. P2P,
+ * which keeps no rows to be sent, takes less than the others but for the smallest sizes; that which peers map is whole
+ * pages of 2 MiB, which the device gets back when all ranks have destroyed the object, with the next epmoe_ep_create or
+ * the communicator's end. */
 EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
                                               int64_t *bytes);
 
@@ -1277,6 +1280,7 @@ typedef struct epmoe_layer_config_t {
     const int32_t *placement; /* as in epmoe_ep_config_t, with one rank too. The weights that a rank gets or loads are
                                  then those of its physical experts, copies included */
     int32_t num_physical;     /* as in epmoe_ep_config_t */
+    epmoe_transport_t transport; /* read by epmoe_layer_memory alone, as in epmoe_ep_config_t */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 

@@ -651,6 +651,7 @@ class epmoe_ep_config_t(Structure):
         ("comm_sms", c_int32),
         ("placement", c_void_p),
         ("num_physical", c_int32),
+        ("transport", c_int32),
     ]
 
 
@@ -722,6 +723,7 @@ class epmoe_layer_config_t(Structure):
         ("wire_dtype", c_int32),
         ("placement", c_void_p),
         ("num_physical", c_int32),
+        ("transport", c_int32),
     ]
 
 
