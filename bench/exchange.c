@@ -18,6 +18,11 @@
 
 enum { MAX_TRANSPORTS = 3, CHAIN = 20, CHAIN_OF_HOST_MEMORY = 2 };
 
+typedef struct measured_t {
+    double us[2]; /* out and home; their sum is the period of a pair */
+    int64_t wrong;
+} measured_t;
+
 typedef struct exchange_t {
     const bench_t *bench;
     epmoe_comm_t *comms[MAX_TRANSPORTS]; /* the first is the program's */
@@ -26,6 +31,7 @@ typedef struct exchange_t {
     buffer_t x, ids, weights, y;
     void *first_y;              /* of the first transport */
     double wire[2], logical[2]; /* bytes out and home, of the busiest rank */
+    measured_t measured[MAX_TRANSPORTS];
 } exchange_t;
 
 typedef struct chain_t {
@@ -168,10 +174,23 @@ static epmoe_status_t run_checked(const chain_t *chain, bool first, int64_t *wro
     return EPMOE_OK;
 }
 
-static void print(const exchange_t *exchange, epmoe_comm_t *comm, const double *us, int64_t wrong)
+/* How many times as fast as `base` a time is; null in JSON where a difference of two times came out as nothing. */
+static const char *speedup_text(char text[32], double base, double us)
+{
+    snprintf(text, 32, base > 0 && us > 0 ? "%.3f" : "null", base / us);
+    return text;
+}
+
+static void print(const exchange_t *exchange, int32_t i_comm, const measured_t *base, const char *base_name)
 {
     const bench_t *bench = exchange->bench;
+    epmoe_comm_t *comm = exchange->comms[i_comm];
     const char *transport = epmoe_transport_string(epmoe_comm_transport(comm));
+    const double *us = exchange->measured[i_comm].us, pair = us[0] + us[1];
+    const int64_t wrong = exchange->measured[i_comm].wrong;
+    char faster[3][32];
+    for (int32_t i = 0; i < 2; i++) speedup_text(faster[i], base->us[i], us[i]);
+    speedup_text(faster[2], base->us[0] + base->us[1], pair);
     double rate[2], logical[2];
     for (int32_t i = 0; i < 2; i++) {
         rate[i] = us[i] > 0 ? exchange->wire[i] / us[i] * 1e-3 : 0;
@@ -182,25 +201,27 @@ static void print(const exchange_t *exchange, epmoe_comm_t *comm, const double *
         printf("{\"op\": \"exchange\", \"model\": \"%s\", \"dtype\": \"%s\", \"wire\": \"%s\", \"ranks\": %d, "
                "\"ranks_per_device\": %d, "
                "\"transport\": \"%s\", \"comm_sms\": %d, \"tokens_per_rank\": %d, \"dispatch_us\": %.3f, "
-               "\"combine_us\": %.3f, \"dispatch_wire_bytes\": %.0f, \"combine_wire_bytes\": %.0f, "
+               "\"combine_us\": %.3f, \"pair_us\": %.3f, \"base\": \"%s\", \"dispatch_speedup\": %s, "
+               "\"combine_speedup\": %s, \"pair_speedup\": %s, \"dispatch_wire_bytes\": %.0f, \"combine_wire_bytes\": "
+               "%.0f, "
                "\"dispatch_gbps\": %.3f, \"combine_gbps\": %.3f, \"dispatch_gbps_logical\": %.3f, "
                "\"combine_gbps_logical\": %.3f, \"wrong\": %lld}\n",
                bench->model, bench_dtype_name(bench), bench_wire_name(bench), bench->program->size,
                epmoe_comm_ranks_per_device(comm), transport, bench->options->comm_sms, exchange->num_tokens, us[0],
-               us[1], exchange->wire[0], exchange->wire[1], rate[0], rate[1], logical[0], logical[1], (long long)wrong);
+               us[1], pair, base_name, faster[0], faster[1], faster[2], exchange->wire[0], exchange->wire[1], rate[0],
+               rate[1], logical[0], logical[1], (long long)wrong);
     else
-        printf("%9s %8d %11.2f %11.2f %10.3f %10.3f %9.1f %9.1f %9.1f %9.1f %6lld\n", transport, exchange->num_tokens,
-               us[0], us[1], exchange->wire[0] * 1e-6, exchange->wire[1] * 1e-6, rate[0], rate[1], logical[0],
-               logical[1], (long long)wrong);
+        printf("%9s %8d %11.2f %11.2f %11.2f %7s %7s %7s %10.3f %10.3f %9.1f %9.1f %9.1f %9.1f %6lld\n", transport,
+               exchange->num_tokens, us[0], us[1], pair, faster[0], faster[1], faster[2], exchange->wire[0] * 1e-6,
+               exchange->wire[1] * 1e-6, rate[0], rate[1], logical[0], logical[1], (long long)wrong);
     fflush(stdout);
 }
 
-static epmoe_status_t run_transport(exchange_t *exchange, epmoe_comm_t *comm, int64_t *all_wrong)
+static epmoe_status_t run_transport(exchange_t *exchange, epmoe_comm_t *comm, measured_t *measured)
 {
     const bench_t *bench = exchange->bench;
     const epmoe_layer_config_t *config = &bench->config;
-    int64_t wrong = 0;
-    double us[2] = {0, 0};
+    double *us = measured->us;
     chain_t chain = {.exchange = exchange};
     epmoe_ep_config_t ep = EPMOE_EP_CONFIG_INIT;
     epmoe_status_t status;
@@ -213,13 +234,11 @@ static epmoe_status_t run_transport(exchange_t *exchange, epmoe_comm_t *comm, in
     ep.comm_sms = bench->options->comm_sms;
     EPMOEI_CHECK(epmoe_ep_create(comm, &ep, &chain.ep));
     /* The others are compared with the first. */
-    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, run_checked(&chain, comm == exchange->comms[0], &wrong)), done);
-    EPMOEI_CHECK_GOTO(bench_sum(comm, &wrong, 1), done);
-    *all_wrong += wrong;
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(comm, run_checked(&chain, comm == exchange->comms[0], &measured->wrong)), done);
+    EPMOEI_CHECK_GOTO(bench_sum(comm, &measured->wrong, 1), done);
     EPMOEI_CHECK_GOTO(time_chain(&chain, comm, false, &us[0]), done);
     EPMOEI_CHECK_GOTO(time_chain(&chain, comm, true, &us[1]), done);
     us[1] -= us[0];
-    print(exchange, comm, us, wrong);
 done:
     epmoe_ep_destroy(chain.ep);
     return status;
@@ -279,10 +298,20 @@ static epmoe_status_t fill_inputs(exchange_t *exchange)
 static epmoe_status_t run_case(exchange_t *exchange, int64_t *wrong)
 {
     epmoe_status_t status;
+    double pairs[MAX_TRANSPORTS];
+    epmoe_transport_t transports[MAX_TRANSPORTS];
+    memset(exchange->measured, 0, sizeof exchange->measured);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(exchange->bench->program->comm, fill_inputs(exchange)), done);
     EPMOEI_CHECK_GOTO(count_bytes(exchange), done);
+    for (int32_t i = 0; i < exchange->num_comms; i++) {
+        EPMOEI_CHECK_GOTO(run_transport(exchange, exchange->comms[i], &exchange->measured[i]), done);
+        *wrong += exchange->measured[i].wrong;
+        transports[i] = epmoe_comm_transport(exchange->comms[i]);
+        pairs[i] = exchange->measured[i].us[0] + exchange->measured[i].us[1];
+    }
+    int32_t base = stats_base(transports, pairs, exchange->num_comms);
     for (int32_t i = 0; i < exchange->num_comms; i++)
-        EPMOEI_CHECK_GOTO(run_transport(exchange, exchange->comms[i], wrong), done);
+        print(exchange, i, &exchange->measured[base], epmoe_transport_string(transports[base]));
 done:
     buffer_destroy(&exchange->x);
     buffer_destroy(&exchange->y);
@@ -322,8 +351,10 @@ static void print_head(const bench_t *bench, epmoe_comm_t *comm)
     if (bench->program->rank || bench->options->json) return;
     printf("%d ranks; us of one exchange of %d in a chain, the slowest rank's median; x in the caches%s\n",
            bench->program->size, chain_length(comm), bench->options->wire_dtype ? ", on the wire in FP8" : "");
-    printf("%9s %8s %11s %11s %10s %10s %9s %9s %9s %9s %6s\n", "transport", "tokens", "dispatch us", "combine us",
-           "MB out", "MB home", "GB/s out", "GB/s home", "logical", "logical", "wrong");
+    printf("times as fast as nccl, or where it is not there as the slowest: out, home, both\n");
+    printf("%9s %8s %11s %11s %11s %7s %7s %7s %10s %10s %9s %9s %9s %9s %6s\n", "transport", "tokens", "dispatch us",
+           "combine us", "pair us", "x out", "x home", "x pair", "MB out", "MB home", "GB/s out", "GB/s home",
+           "logical", "logical", "wrong");
 }
 
 epmoe_status_t exchange_run(const bench_t *bench, int64_t *wrong)

@@ -57,3 +57,13 @@ void stats_stages(const double *ends, double *times)
         times[s] = ends[s] >= 0 ? ends[s] - before : 0;
     }
 }
+
+int32_t stats_base(const epmoe_transport_t *transports, const double *times, int32_t num)
+{
+    int32_t base = 0;
+    for (int32_t i = 0; i < num; i++) {
+        if (transports[i] == EPMOE_TRANSPORT_NCCL) return i;
+        if (times[i] > times[base]) base = i;
+    }
+    return base;
+}

@@ -22,6 +22,10 @@ void stats_add_row(stats_squares_t *squares, const double *out, const double *re
 /* Whether the error's norm is more than `most` of the reference's. A NaN is. */
 bool stats_is_far(const stats_squares_t *squares, double most);
 
+/* The one of `num` transports that the others' times are held against: nccl, or where it is not there the slowest, the
+ * first of equals. */
+int32_t stats_base(const epmoe_transport_t *transports, const double *times, int32_t num);
+
 /* How long each stage took, from when it ended [EPMOE_STAGE_COUNT] after the run began. Stages follow one another in
  * the order of their ends, whatever that is; one that did not run has a negative end and takes 0. */
 void stats_stages(const double *ends, double *times);

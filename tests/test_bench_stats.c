@@ -81,3 +81,14 @@ Test(bench_stats, stages_follow_one_another_in_the_order_of_their_ends)
     cr_assert_eq(times[EPMOE_STAGE_COMBINE], 1.5);
     cr_assert_eq(times[EPMOE_STAGE_ACT] + times[EPMOE_STAGE_DISPATCH], 0);
 }
+
+Test(bench_stats, transports_are_held_against_nccl_or_the_slowest)
+{
+    const epmoe_transport_t all[] = {EPMOE_TRANSPORT_P2P, EPMOE_TRANSPORT_NCCL, EPMOE_TRANSPORT_MPI};
+    const epmoe_transport_t two[] = {EPMOE_TRANSPORT_P2P, EPMOE_TRANSPORT_MPI};
+    cr_assert_eq(stats_base(all, (const double[]){3, 5, 9}, 3), 1);
+    cr_assert_eq(stats_base(all, (const double[]){5, 3, 9}, 3), 1);
+    cr_assert_eq(stats_base(two, (const double[]){3, 9}, 2), 1);
+    cr_assert_eq(stats_base(two, (const double[]){9, 3}, 2), 0);
+    cr_assert_eq(stats_base(&two[1], (const double[]){4}, 1), 0);
+}

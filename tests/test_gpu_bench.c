@@ -398,6 +398,12 @@ Test(gpu_bench, several_ranks_over_p2p)
             json_t *object = json_line(&process, i);
             cr_expect_eq(number(object, "wrong"), 0);
             cr_expect_gt(number(object, "dispatch_us"), 0);
+            const char *base = json_string_value(json_object_get(object, "base"));
+            const char *transport = json_string_value(json_object_get(object, "transport"));
+            cr_expect(base && transport, "%s", process.output);
+            cr_expect_float_eq(number(object, "pair_us"), number(object, "dispatch_us") + number(object, "combine_us"),
+                               0.002);
+            if (base && transport && !strcmp(base, transport)) cr_expect_eq(number(object, "pair_speedup"), 1);
             bytes[coded] += number(object, "dispatch_wire_bytes");
             json_decref(object);
         }

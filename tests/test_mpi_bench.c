@@ -586,6 +586,13 @@ Test(bench, exchange)
         cr_assert_eq(number(object, "dispatch_wire_bytes"), cases[i].out, "%s", cases[i].options);
         cr_assert_eq(number(object, "combine_wire_bytes"), cases[i].home, "%s", cases[i].options);
         cr_assert(number(object, "dispatch_us") > 0 && number(object, "dispatch_gbps") > 0);
+        /* Alone it is held against itself; a way home that came out as less than nothing has no speed. */
+        cr_assert_float_eq(number(object, "pair_us"), number(object, "dispatch_us") + number(object, "combine_us"),
+                           0.002);
+        assert_text(object, "base", "mpi");
+        cr_assert_eq(number(object, "dispatch_speedup"), 1);
+        cr_assert_eq(number(object, "pair_speedup"), 1);
+        if (number(object, "combine_us") > 0.001) cr_assert_eq(number(object, "combine_speedup"), 1);
         json_decref(object);
         testing_process_free(&process);
     }
@@ -593,6 +600,13 @@ Test(bench, exchange)
     cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
     cr_assert(strstr(process.output, "3 ranks; us of one exchange") && strstr(process.output, "PASS"), "%s",
               process.output);
+    cr_assert(strstr(process.output, "pair us") && strstr(process.output, "x pair"), "%s", process.output);
+    const char *row = strstr(process.output, "      mpi       33");
+    double us[3], faster;
+    cr_assert(row && sscanf(row, " mpi 33 %lf %lf %lf %lf", &us[0], &us[1], &us[2], &faster) == 4, "%s",
+              process.output);
+    cr_assert_float_eq(us[2], us[0] + us[1], 0.02);
+    cr_assert_eq(faster, 1);
     testing_process_free(&process);
     process = run_bench(0, "--op exchange");
     cr_assert_eq(process.exit_code, 2);

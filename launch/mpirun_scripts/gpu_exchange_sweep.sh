@@ -1,5 +1,6 @@
 #!/bin/sh -e
-# Dispatch and combine alone, each way, over p2p, nccl and mpi: all multiprocessors, then 24. Two ranks, a device each.
+# Dispatch and combine alone, each way and as a pair, over p2p, nccl and mpi, and how many times as fast as nccl: all
+# multiprocessors, then 24. Two ranks, a device each.
 # As root: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 cd "$(dirname "$0")/../../build"
 mpirun -np 2 ./moe_layer_bench --backend cuda --transport p2p --op exchange --model deepseek-v3 \
