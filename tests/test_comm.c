@@ -294,6 +294,48 @@ Test(comm, one_rank_out_of_order)
     cr_assert_eq(epmoei_alloc_live(), live);
 }
 
+/* Each of two ranks sends its tokens to the other: x, ids and weights, and the partial rows of the other's; with the
+ * same routing no ids. */
+static void reuse_rank(void *ctx, epmoe_bootstrap_t bootstrap)
+{
+    enum { T = 3, D = 4, K = 2 };
+    _Atomic int32_t *faults = ctx;
+    const int32_t rank = bootstrap.rank;
+    epmoe_comm_t *comm = NULL;
+    epmoe_ep_t *ep = NULL;
+    epmoe_ep_config_t config = EPMOE_EP_CONFIG_INIT;
+    config.num_experts = 4, config.top_k = K, config.hidden = D, config.max_tokens = T, config.dtype = EPMOE_F32;
+    if (epmoe_comm_create(&bootstrap, NULL, &comm) || epmoe_ep_create(comm, &config, &ep)) (*faults)++;
+    for (int32_t round = 0; ep && round < 3; round++) {
+        float x[T * D] = {0}, weights[T * K], y[T * D];
+        int32_t ids[T * K];
+        for (int32_t i = 0; i < T * K; i++) ids[i] = 2 - 2 * rank + i % 2, weights[i] = (float)(100 * round + i);
+        epmoe_dispatch_args_t args = EPMOE_DISPATCH_ARGS_INIT;
+        epmoe_dispatch_result_t rows = EPMOE_DISPATCH_RESULT_INIT;
+        epmoe_combine_args_t combine = EPMOE_COMBINE_ARGS_INIT;
+        args.num_tokens = T, args.x = x, args.ids = ids, args.weights = weights, args.reuse_routing = round == 1;
+        if (epmoe_dispatch(ep, &args, &rows, NULL)) (*faults)++;
+        int64_t due = T * (4 * D + 4 * K + (round == 1 ? 0 : 4 * K)) + T * 4 * D;
+        if (epmoei_ep_wire_bytes(ep) != due || *rows.num_rows != T) (*faults)++;
+        for (int32_t i = 0; i < *rows.num_rows * K; i++)
+            if (rows.ids[i] != i % 2 || rows.weights[i] != (float)(100 * round + i)) (*faults)++;
+        memset(rows.y, 0, sizeof y);
+        combine.y = y;
+        if (epmoe_combine(ep, &combine, NULL)) (*faults)++;
+    }
+    epmoe_ep_destroy(ep);
+    epmoe_comm_destroy(comm);
+}
+
+Test(comm, routing_that_is_reused_sends_no_ids)
+{
+    _Atomic int32_t faults = 0;
+    testing_ranks_t *ranks = testing_ranks_create(2);
+    testing_ranks_run(ranks, reuse_rank, &faults);
+    testing_ranks_free(ranks);
+    cr_assert_eq(faults, 0);
+}
+
 static int64_t pieces(const int64_t *sizes, size_t num)
 {
     int64_t sum = 0;

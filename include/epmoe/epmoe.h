@@ -1149,8 +1149,10 @@ EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, i
 typedef struct epmoe_dispatch_args_t {
     size_t struct_size;
     int32_t num_tokens;    /* T <= max_tokens, may be 0 */
-    int32_t reuse_routing; /* 1: T and ids are those of the previous dispatch of this object, on every rank: no routing
-                              is computed and no ids travel. INVALID_ARGUMENT after a dispatch that failed. */
+    int32_t reuse_routing; /* 1: T and ids, which are still to be given, are those of the previous dispatch of this
+                              object, on every rank: no tokens are routed or counted. Weights may be others, and travel
+                              with the rows; over MPI and NCCL ids do not, over P2P they do. INVALID_ARGUMENT after a
+                              dispatch that failed. */
     const void *x;         /* [T,d] */
     const int32_t *ids;    /* [T,k] global expert ids, -1 = unused */
     const float *weights;  /* [T,k]; the weight of an unused slot is not read */
