@@ -115,6 +115,7 @@ static epmoe_status_t configure(bench_t *bench)
     config->fp8_activations = options->fp8_activations;
     config->wire_dtype = options->wire_dtype;
     config->capacity = options->capacity;
+    config->comm_sms = options->comm_sms;
     config->max_tokens = 1;
     for (int32_t i = 0; i < options->num_cases; i++) {
         int32_t tokens = options->num_per_rank ? options->tokens_per_rank[bench->program->rank] : options->tokens[i];

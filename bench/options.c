@@ -93,6 +93,7 @@ static const char k_help[] =
     "  --tokens T[,T...]        tokens of each rank, one case for each T; default 16\n"
     "  --tokens-per-rank A,B,.. one case, each rank its own number\n"
     "  --capacity N             most rows a rank accepts; default the worst case\n"
+    "  --comm-sms N             p2p: most multiprocessors that dispatch and combine take; default all\n"
     "  --dtype D                bf16 (default), fp16, fp32; fp8, w4, mxfp4: bf16 with random experts quantised so\n"
     "  --act A                  of fp8 weights: fp8 = activations are quantised too, none; default what is faster\n"
     "  --wire W                 fp8 = rows go to the experts quantised, with one rank too; dtype (default) = as they "
@@ -117,7 +118,6 @@ static const char k_help[] =
     "                           exchange: dispatch and combine of all ranks, over every transport they can use\n"
     "  --hidden N, --intermediate N, --top-k N, --heads Q:KV:DIM\n"
     "                           of --op: in place of the model's; silu_and_mul and sum have T times top-k rows\n"
-    "  --comm-sms N             --op exchange, p2p: most multiprocessors it takes; default all\n"
     "How it runs\n"
     "  --backend B              auto (default), cpu, cuda\n"
     "  --transport T            auto (default), p2p, nccl, mpi\n"
@@ -419,6 +419,7 @@ static const char *check_together(options_t *options)
     if (!op && (options->hidden || options->intermediate || options->top_k || options->heads))
         return "--hidden, --intermediate, --top-k and --heads need --op";
     if (op && options->wire_dtype && !options_exchange(options)) return "--wire is for the layer and --op exchange";
+    if (op && options->comm_sms && !options_exchange(options)) return "--comm-sms is for the layer and --op exchange";
     if (op && options->balanced) return "--placement balanced is for the layer, not for --op";
     if (op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
     for (int32_t i = 0; i < options->num_cases && op; i++)

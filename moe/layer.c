@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Everything but max_tokens and capacity, which may differ per rank. */
+/* Everything but max_tokens, capacity and comm_sms, which may differ per rank. */
 static epmoe_status_t agree(epmoe_comm_t *comm, epmoe_status_t local, const epmoe_layer_config_t *config)
 {
     const epmoei_agreed_t fields[] = {

@@ -70,6 +70,7 @@ static void drop_routed(epmoe_layer_config_t *config)
     config->placement = NULL;
     config->num_physical = 0;
     config->transport = EPMOE_TRANSPORT_AUTO;
+    config->comm_sms = 0;
 }
 
 epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epmoe_layer_config_t *out)
@@ -117,6 +118,7 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
     if (out->max_tokens == 0) out->max_tokens = 4096;
     EPMOEI_CHECK(check_range("fp8_activations", out->fp8_activations, -1, 1));
     EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
+    EPMOEI_CHECK(check_range("comm_sms", out->comm_sms, 0, INT32_MAX));
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
 }
 
@@ -412,6 +414,7 @@ epmoe_ep_config_t epmoei_layer_ep_config(const epmoe_layer_config_t *config)
     ep.placement = config->placement;
     ep.num_physical = config->num_physical;
     ep.transport = config->transport;
+    ep.comm_sms = config->comm_sms;
     return ep;
 }
 

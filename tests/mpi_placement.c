@@ -1,7 +1,7 @@
 /* Layers with copies of experts over ranks equal the layer of one rank without. Started by test_mpi_placement:
  * mpi_placement SEED CASES. */
 #include "base/dtype.h"
-#include "comm/comm.h"
+#include "comm/ep_plan.h"
 #include "moe/layer.h"
 #include "tests/layer_ranks.h"
 
@@ -134,6 +134,7 @@ static void contract(ranks_t *ranks)
     epmoe_layer_t *layer = NULL;
     for (int32_t p = 0; p < PHYSICAL; p++) placement[p] = (p * 3) % EXPERTS;
     config.placement = placement, config.num_physical = PHYSICAL;
+    config.comm_sms = 3 + rank;
     epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
     epmoe_status_t status = epmoe_layer_memory(&config, size, rank, &memory);
     ranks_check(ranks, status == EPMOE_OK, "%s", epmoe_last_error());
@@ -162,6 +163,7 @@ static void contract(ranks_t *ranks)
     if (!ranks_check(ranks, layer != NULL, "no layer")) return;
     ranks_check(ranks, layer->first_expert == memory.first_expert && layer->local_experts == memory.local_experts,
                 "experts %d, %d", layer->first_expert, layer->local_experts);
+    ranks_check(ranks, size == 1 || layer->ep->config.comm_sms == 3 + rank, "comm_sms of the layer's exchange");
     epmoe_layer_destroy(layer);
 }
 

@@ -373,15 +373,15 @@ Test(gpu_bench, several_ranks)
 Test(gpu_bench, several_ranks_over_p2p)
 {
     need_device();
-    static const char *const k_tokens[] = {"--tokens 1,12",           "--tokens 600",
-                                           "--tokens-per-rank 0,7",   "--tokens 3,200 --wire fp8",
-                                           "--tokens 600 --wire fp8", "--tokens 3 --graph 0"};
-    static const int32_t k_cases[] = {2, 1, 1, 2, 1, 1};
+    static const char *const k_tokens[] = {
+        "--tokens 1,12",           "--tokens 600",         "--tokens-per-rank 0,7",      "--tokens 3,200 --wire fp8",
+        "--tokens 600 --wire fp8", "--tokens 3 --graph 0", "--tokens 1,600 --comm-sms 2"};
+    static const int32_t k_cases[] = {2, 1, 1, 2, 1, 1, 2};
     for (size_t i = 0; i < sizeof k_tokens / sizeof k_tokens[0]; i++) {
         testing_process_t process = testing_run(
             kLimit, "%s %s --transport p2p --checkpoint %s/golden/deepseek_v3 %s --iters 3 --warmup 1 --format json",
             testing_mpirun(2), BENCH, EPMOE_TEST_DATA, k_tokens[i]);
-        assert_right(&process, k_cases[i], i < 5);
+        assert_right(&process, k_cases[i], i != 5);
         testing_process_free(&process);
     }
     double bytes[2] = {0, 0};

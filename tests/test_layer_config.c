@@ -77,6 +77,7 @@ Test(layer_config, what_is_refused)
     REFUSED(c.max_tokens = INT32_MAX, EPMOE_ERROR_INVALID_ARGUMENT, "config.max_tokens is 2147483647");
     REFUSED(c.capacity = -1, EPMOE_ERROR_INVALID_ARGUMENT, "config.capacity is -1");
     REFUSED(c.capacity = (int64_t)1 << 40, EPMOE_ERROR_INVALID_ARGUMENT, "config.capacity");
+    REFUSED(c.comm_sms = -1, EPMOE_ERROR_INVALID_ARGUMENT, "config.comm_sms is -1");
     REFUSED(c.struct_size = 0, EPMOE_ERROR_INVALID_ARGUMENT, "struct_size is 0");
     /* Products beyond 64 bits. */
     REFUSED((c.num_experts = 4096, c.hidden = c.intermediate = 1 << 26), EPMOE_ERROR_INVALID_ARGUMENT, "64 bits");

@@ -184,11 +184,13 @@ Test(bench, floor_load_and_wire_bytes)
     testing_process_free(&process);
 
     /* In FP8 such a row is 64 codes and one scale. */
-    process = run_bench(8, "%s --routing one-expert --tokens 4 --iters 1 --wire fp8 --format json", golden("mixtral"));
+    process = run_bench(8, "%s --routing one-expert --tokens 4 --iters 1 --wire fp8 --comm-sms 5 --format json",
+                        golden("mixtral"));
     assert_good(&process, 1);
     object = json_line(&process, 0);
     cr_assert_eq(number(object, "wire_bytes"), 4 * (64 + 4 + 2 * 4 + 2 * 4) + 28 * 64 * 2);
     cr_assert_str_eq(json_string_value(json_object_get(object, "wire")), "fp8");
+    cr_assert_eq(number(object, "comm_sms"), 5);
     json_decref(object);
     testing_process_free(&process);
 }
@@ -346,6 +348,8 @@ Test(bench, refusals)
         {"--op fft", 2, "grouped_gemm"},
         {"--op sum --tokens 0", 2, "at least one token"},
         {"--op sum,", 2, "--op is 'sum,'"},
+        {"--comm-sms 0", 2, "--comm-sms is '0'"},
+        {"--op sum --comm-sms 4", 2, "--comm-sms is for the layer and --op exchange"},
         {"--op sum,exchange", 2, "--op exchange runs alone"},
         {"--op sum --top-k 129", 2, "--top-k is 129: expected at most 128"},
         {"--op sum --hidden 0", 2, "--hidden is '0'"},

@@ -1126,9 +1126,10 @@ typedef struct epmoe_ep_config_t {
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
-/* Collective. All fields but max_tokens and capacity must agree (MISMATCH otherwise, on every rank), the placement
- * element by element. INVALID_ARGUMENT for a field out of its range, a wire_dtype that is neither of the two, or a
- * placement that leaves out an expert. The communicator must outlive the object. On failure *ep is NULL on every rank.
+/* Collective. All fields but max_tokens, capacity, comm_sms and transport must agree (MISMATCH otherwise, on every
+ * rank), the placement element by element. INVALID_ARGUMENT for a field out of its range, a wire_dtype that is neither
+ * of the two, or a placement that leaves out an expert. The communicator must outlive the object. On failure *ep is
+ * NULL on every rank.
  * With a placement the ids given to dispatch still name experts; the ids that a rank receives name its physical
  * experts, counted from its first. Which copy of an expert a token takes: the candidates are the copies on the token's
  * own rank if there are any, otherwise all copies; of these n, in ascending order, number (t + rank) mod n, t the
@@ -1283,6 +1284,7 @@ typedef struct epmoe_layer_config_t {
                                  then those of its physical experts, copies included */
     int32_t num_physical;     /* as in epmoe_ep_config_t */
     epmoe_transport_t transport; /* read by epmoe_layer_memory alone, as in epmoe_ep_config_t */
+    int32_t comm_sms;            /* as in epmoe_ep_config_t; may differ per rank. Products take all multiprocessors */
 } epmoe_layer_config_t;
 #define EPMOE_LAYER_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_layer_config_t)
 
@@ -1324,8 +1326,8 @@ EPMOE_API epmoe_status_t epmoe_checkpoint_layer_config(const epmoe_checkpoint_t 
 typedef struct epmoe_layer epmoe_layer_t;
 
 /* Makes a layer on a communicator (NULL = one rank of its own). Collective; allocates everything forward needs.
- * Configs must agree on all ranks but for max_tokens and capacity. `comm` must outlive the layer. The backend is the
- * communicator's. On failure *layer is NULL on every rank, and every rank gets an error. */
+ * Configs must agree on all ranks but for max_tokens, capacity and comm_sms. `comm` must outlive the layer. The backend
+ * is the communicator's. On failure *layer is NULL on every rank, and every rank gets an error. */
 EPMOE_API epmoe_status_t epmoe_layer_create(const epmoe_layer_config_t *config, epmoe_comm_t *comm,
                                             epmoe_layer_t **layer);
 EPMOE_API void epmoe_layer_destroy(epmoe_layer_t *layer); /* local; NULL is legal */

@@ -724,6 +724,7 @@ class epmoe_layer_config_t(Structure):
         ("placement", c_void_p),
         ("num_physical", c_int32),
         ("transport", c_int32),
+        ("comm_sms", c_int32),
     ]
 
 
