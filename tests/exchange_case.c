@@ -21,7 +21,7 @@ exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size
     c.top_k = testing_range(rng, 1, 9);
     c.hidden = i % 2 ? 8 * testing_range(rng, 1, 300) : testing_range(rng, 1, 2100);
     c.seed = testing_next(rng);
-    for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(rng, 0, 3) ? testing_range(rng, 1, 60) : 0;
+    for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c.tokens[r] = testing_range(rng, 0, 3) ? testing_range(rng, 1, 60) : 0;
     return c;
 }
 
@@ -32,7 +32,7 @@ exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size)
     c.hidden = widths[i % 12];
     c.wire = EPMOE_F8_E4M3;
     c.dtype = (epmoe_dtype_t[]){EPMOE_BF16, EPMOE_F32, EPMOE_F16}[(i + i / 12) % 3];
-    for (int32_t r = 0; r < 8; r++)
+    for (int32_t r = 0; r < EXCHANGE_RANKS; r++)
         if (c.hidden > 1000 && c.tokens[r] > 9) c.tokens[r] = 9;
     return c;
 }
@@ -57,6 +57,14 @@ exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size
     return c;
 }
 
+exchange_case_t exchange_uneven_case(testing_rng_t *rng, int32_t i, int32_t size)
+{
+    exchange_case_t c = exchange_random_case(rng, i, size);
+    /* 7 is odd: a permutation of 0..15. */
+    for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c.tokens[r] = (7 * r + i) % EXCHANGE_RANKS * 3;
+    return c;
+}
+
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed)
 {
     return (exchange_case_t){.size = size,
@@ -64,7 +72,7 @@ exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype
                              .top_k = 8,
                              .hidden = hidden,
                              .dtype = dtype,
-                             .tokens = {1, 0, 257, 3, 64, 0, 5, 128},
+                             .tokens = {1, 0, 257, 3, 64, 0, 5, 128, 2, 31, 0, 7, 65, 4, 129, 33},
                              .seed = seed,
                              .identity = true,
                              .plain = true};
@@ -94,7 +102,7 @@ static void *arrive(const exchange_case_t *c, const void *x, int32_t num_tokens)
 exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
 {
     testing_rng_t rng = testing_rng(c->seed + (uint64_t)rank * 7919);
-    int32_t num_tokens = c->tokens[rank % 8], last_id = c->last_id ? c->last_id : c->num_experts - 1;
+    int32_t num_tokens = c->tokens[rank % EXCHANGE_RANKS], last_id = c->last_id ? c->last_id : c->num_experts - 1;
     int64_t elements = (int64_t)num_tokens * c->hidden, slots = (int64_t)num_tokens * c->top_k;
     int64_t size = epmoe_dtype_size(c->dtype);
     exchange_inputs_t inputs = {
@@ -138,7 +146,7 @@ epmoe_ep_config_t exchange_config(const exchange_case_t *c, int32_t rank)
     config.num_experts = c->num_experts;
     config.top_k = c->top_k;
     config.hidden = c->hidden;
-    config.max_tokens = c->tokens[rank % 8] + rank % 3;
+    config.max_tokens = c->tokens[rank % EXCHANGE_RANKS] + rank % 3;
     config.dtype = c->dtype;
     config.wire_dtype = c->wire;
     config.num_physical = c->num_physical;

@@ -6,12 +6,12 @@
 
 #include "tests/testing.h"
 
-enum { EXCHANGE_MAX_PHYSICAL = 128 };
+enum { EXCHANGE_MAX_PHYSICAL = 128, EXCHANGE_RANKS = 16 };
 
 typedef struct exchange_case_t {
     int32_t size, num_experts, top_k, hidden;
     epmoe_dtype_t dtype;
-    int32_t tokens[8]; /* per rank; of rank r: tokens[r % 8] */
+    int32_t tokens[EXCHANGE_RANKS]; /* per rank; of rank r: tokens[r % EXCHANGE_RANKS] */
     uint64_t seed;
     epmoe_dtype_t wire; /* 0 = dtype */
     bool identity; /* experts return x, x is small integers, k a power of 2, weights are 1/k: y must be x exactly */
@@ -39,6 +39,8 @@ exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size)
 void exchange_place(testing_rng_t *rng, exchange_case_t *c);
 /* A random case with one; some with FP8 on the wire. */
 exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size);
+/* A random case with another number of tokens on every rank, none on one of the first 16. */
+exchange_case_t exchange_uneven_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* An identity case with very different token counts. */
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed);
 

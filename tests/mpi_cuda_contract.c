@@ -40,7 +40,7 @@ static void refused_configs(void)
 /* A dispatch that fails on some rank, and after it one that does not. */
 static void check_usable(const exchange_case_t *c, epmoe_ep_t *ep)
 {
-    void *y = malloc((size_t)c->tokens[rank % 8] * (size_t)c->hidden * 4 + 1);
+    void *y = malloc((size_t)c->tokens[rank % EXCHANGE_RANKS] * (size_t)c->hidden * 4 + 1);
     exchange_expect(y != NULL, "memory");
     exchange_device_round(c, rank, ep, 0, y);
     free(y);

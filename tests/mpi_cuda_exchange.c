@@ -30,7 +30,7 @@ static void run_case(const exchange_case_t *c, epmoe_comm_t *const *comms, int32
 {
     epmoe_ep_t *ep[MAX_COMMS] = {0};
     epmoe_ep_config_t config = exchange_config(c, rank);
-    size_t bytes = (size_t)c->tokens[rank % 8] * (size_t)c->hidden * (size_t)epmoe_dtype_size(c->dtype);
+    size_t bytes = (size_t)c->tokens[rank % EXCHANGE_RANKS] * (size_t)c->hidden * (size_t)epmoe_dtype_size(c->dtype);
     char *y = malloc(2 * bytes + 1);
     exchange_expect(y != NULL, "memory");
     for (int32_t i = 0; i < num_comms; i++) exchange_must(epmoe_ep_create(comms[i], &config, &ep[i]));
@@ -70,7 +70,7 @@ static void coded_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t 
     for (int32_t i = 0; i < 4; i++) {
         exchange_case_t c = exchange_coded_case(&rng, i, size);
         c.dtype = EPMOE_BF16;
-        for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(&rng, 500, 900);
+        for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c.tokens[r] = testing_range(&rng, 500, 900);
         run_case(&c, comms, num_comms, 2);
     }
 }
@@ -86,7 +86,7 @@ static void placed_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t
     for (int32_t i = 0; i < 4; i++) {
         exchange_case_t c = exchange_placed_case(&rng, i, size);
         if (c.hidden > 500) c.hidden = 8 * testing_range(&rng, 1, 60);
-        for (int32_t r = 0; r < 8; r++) c.tokens[r] = testing_range(&rng, 500, 900);
+        for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c.tokens[r] = testing_range(&rng, 500, 900);
         run_case(&c, comms, num_comms, 2);
     }
     for (int32_t i = 0; i < 2; i++) {

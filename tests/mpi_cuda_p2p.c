@@ -52,7 +52,7 @@ static epmoe_ep_t *object_for(epmoe_comm_t *comm, const exchange_case_t *c)
 static void draw_tokens(exchange_case_t *c, testing_rng_t *rng)
 {
     static const int32_t most[] = {0, 2, 2, MAX_T, MAX_T, MAX_T};
-    for (int32_t r = 0; r < 8; r++) c->tokens[r] = testing_range(rng, 0, most[testing_range(rng, 0, 5)]);
+    for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c->tokens[r] = testing_range(rng, 0, most[testing_range(rng, 0, 5)]);
     c->seed = testing_next(rng);
 }
 
@@ -70,7 +70,7 @@ static void rounds(uint64_t seed, int32_t num, epmoe_dtype_t wire)
         exchange_device_round(&c, rank, ep[1], 0, y);
         if (round % 10) continue;
         exchange_expect(exchange_round(&c, rank, ep[0], 0, y + MAX_T * 136 * 2) == 0, what);
-        exchange_expect(!memcmp(y, y + MAX_T * 136 * 2, (size_t)c.tokens[rank % 8] * 136 * 2), what);
+        exchange_expect(!memcmp(y, y + MAX_T * 136 * 2, (size_t)c.tokens[rank % EXCHANGE_RANKS] * 136 * 2), what);
     }
     for (int32_t i = 0; i < 2; i++) {
         epmoe_ep_destroy(ep[i]);
@@ -213,10 +213,10 @@ static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire, int32_t most_t
     for (int32_t round = 0; round < num; round++) {
         bool eager = round % 5 == 4; /* the device counts dispatches of either kind */
         draw_tokens(&layers[0].c, &rng);
-        for (int32_t r = 0; r < 8 && !eager; r++) layers[0].c.tokens[r] %= most_tokens + 1;
+        for (int32_t r = 0; r < EXCHANGE_RANKS && !eager; r++) layers[0].c.tokens[r] %= most_tokens + 1;
         memcpy(layers[1].c.tokens, layers[0].c.tokens, sizeof layers[1].c.tokens);
         layers[1].c.seed = testing_next(&rng);
-        int32_t num_tokens = layers[0].c.tokens[rank % 8];
+        int32_t num_tokens = layers[0].c.tokens[rank % EXCHANGE_RANKS];
         exchange_must(epmoei_memory_copy(CUDA, tokens_dev, &num_tokens, 4, exchange_stream));
         for (int32_t i = 0; i < 2; i++) put_inputs(&layers[i]);
         if (eager) {
@@ -330,7 +330,7 @@ static void errors(bool few)
 
 static void check_usable(const exchange_case_t *c, epmoe_ep_t *ep)
 {
-    void *y = allocate((int64_t)c->tokens[rank % 8] * c->hidden * 4);
+    void *y = allocate((int64_t)c->tokens[rank % EXCHANGE_RANKS] * c->hidden * 4);
     exchange_device_round(c, rank, ep, 0, y);
     free(y);
 }

@@ -1,6 +1,7 @@
 /* Communication over MPI, started by test_mpi_comm.c under mpirun:
  *   mpi_exchange all-to-all BYTES ROUNDS   raw exchanges, checked byte by byte
- *   mpi_exchange cases SEED                dispatch and combine, checked in full
+ *   mpi_exchange cases SEED                dispatch and combine, checked in full; uneven SEED: only a few, with another
+ *                                          number of tokens on every rank
  *   mpi_exchange contract                  creation, its errors, destruction
  *   mpi_exchange unequal                   two sides of one exchange that do not match
  *   mpi_exchange stop|kill|absent S MARK   rank 1 stops, dies or leaves in the middle; timeout_s is S
@@ -95,7 +96,7 @@ static void coded_alone(epmoe_comm_t *comm, testing_rng_t *rng, int32_t i)
     exchange_case_t alone = c;
     alone.size = 1;
     alone.seed += (uint64_t)rank * 7919;
-    alone.tokens[0] = c.tokens[rank % 8];
+    alone.tokens[0] = c.tokens[rank % EXCHANGE_RANKS];
     size_t bytes = (size_t)alone.tokens[0] * (size_t)c.hidden * (size_t)epmoe_dtype_size(c.dtype);
     char *y = malloc(2 * bytes + 1);
     exchange_expect(y != NULL, "memory");
@@ -133,6 +134,19 @@ static void cases(uint64_t seed)
         exchange_case_t c = exchange_identity_case(size, widths[i], EPMOE_BF16, seed);
         if (i % 2) exchange_place(&rng, &c);
         run_case(comm, &c, 2);
+    }
+    epmoe_comm_destroy(comm);
+}
+
+static void uneven(uint64_t seed)
+{
+    testing_rng_t rng = testing_rng(seed);
+    epmoe_comm_t *comm = exchange_comm(EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_AUTO, 0);
+    for (int32_t i = 0; i < 6; i++) {
+        exchange_case_t c = exchange_uneven_case(&rng, i, size);
+        if (i % 2 && c.num_experts <= 60) exchange_place(&rng, &c);
+        if (i % 3 == 1) c.wire = EPMOE_F8_E4M3;
+        run_case(comm, &c, 3);
     }
     epmoe_comm_destroy(comm);
 }
@@ -305,6 +319,8 @@ int main(int argc, char **argv)
         all_to_all(atoll(argv[2]), atoi(argv[3]));
     else if (!strcmp(mode, "cases") && argc == 3)
         cases(strtoull(argv[2], NULL, 10));
+    else if (!strcmp(mode, "uneven") && argc == 3)
+        uneven(strtoull(argv[2], NULL, 10));
     else if (!strcmp(mode, "contract"))
         contract();
     else if (!strcmp(mode, "unequal"))

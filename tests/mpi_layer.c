@@ -41,7 +41,9 @@ static void check_memory(ranks_t *ranks, const ranks_pair_t *pair)
 {
     epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
     const epmoe_layer_t *layer = pair->layer;
-    epmoe_status_t status = epmoe_layer_memory(&pair->config, ranks->program.size, ranks->program.rank, &memory);
+    epmoe_layer_config_t config = pair->config;
+    config.transport = epmoe_comm_transport(ranks->program.comm);
+    epmoe_status_t status = epmoe_layer_memory(&config, ranks->program.size, ranks->program.rank, &memory);
     ranks_check(ranks, status == EPMOE_OK, "%s", epmoe_last_error());
     ranks_check(ranks, memory.first_expert == layer->first_expert && memory.local_experts == layer->local_experts,
                 "memory: experts");

@@ -40,6 +40,14 @@ Test(mpi_comm, dispatch_and_combine, .timeout = 300)
     for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++) expect_ok(ranks[i], 120, arguments);
 }
 
+/* Some of which have no tokens, or no experts. */
+Test(mpi_comm, sixteen_ranks, .timeout = 120)
+{
+    char arguments[64];
+    snprintf(arguments, sizeof arguments, "uneven %llu", (unsigned long long)testing_seed());
+    expect_ok(16, 90, arguments);
+}
+
 Test(mpi_comm, contract, .timeout = 120) { expect_ok(3, 60, "contract"); }
 
 Test(mpi_comm, sides_that_do_not_match, .timeout = 120)

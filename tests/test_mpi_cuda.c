@@ -113,6 +113,7 @@ Test(mpi_cuda, many_rounds_over_peer_memory, .timeout = 900)
     expect_ok(2, 300, "", with_seed("p2p rounds", "1000"));
     expect_ok(8, 300, "", with_seed("p2p rounds", "200"));
     expect_ok(2, 300, "", with_seed("p2p rounds-fp8", "400"));
+    expect_ok(16, 300, "", with_seed("p2p rounds", "30"));
 }
 
 Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)

@@ -26,6 +26,8 @@ Test(mpi_layer, equals_one_rank, .timeout = 600)
     for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 2500, "mpi_layer", "20");
 }
 
+Test(mpi_layer, sixteen_ranks_equal_one, .timeout = 180) { run(16, 1000, "mpi_layer", "5"); }
+
 Test(mpi_layer, one_rank_fails, .timeout = 600)
 {
     for (size_t i = 0; i < sizeof kRanks / sizeof kRanks[0]; i++) run(kRanks[i], 150, "mpi_layer_faults", "");
