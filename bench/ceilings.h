@@ -1,6 +1,6 @@
-/* What this machine can do, measured at the start of the run by all ranks at once: the memory's read bandwidth and the
- * speed of a dense GEMM. On the CPU that is an fp32 one, the peak for every dtype as the library computes in fp32
- * there; on CUDA cuBLASLt's of the dtype, which may be F8_E4M3. */
+/* What this machine can do, measured at the start of the run by all ranks at once: the memory's bandwidth, read and, on
+ * CUDA, copied, and the speed of a dense GEMM. On the CPU that is an fp32 one, the peak for every dtype as the library
+ * computes in fp32 there; on CUDA cuBLASLt's of the dtype, which may be F8_E4M3. */
 #ifndef EPMOE_BENCH_CEILINGS_H
 #define EPMOE_BENCH_CEILINGS_H
 

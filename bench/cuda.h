@@ -54,7 +54,7 @@ extern "C" {
 #endif
 epmoe_status_t cuda_launch_read(const void *data, int64_t bytes, int32_t num_blocks, uint32_t *sums,
                                 epmoe_stream_t stream);
-/* bytes a multiple of 16. */
+/* bytes a multiple of 16, dst and src aligned to 16 bytes, without overlap. */
 epmoe_status_t cuda_launch_copy(void *dst, const void *src, int64_t bytes, int32_t num_blocks, epmoe_stream_t stream);
 epmoe_status_t cuda_launch_empty(epmoe_stream_t stream);
 #ifdef __cplusplus

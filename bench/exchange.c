@@ -174,11 +174,13 @@ static epmoe_status_t run_checked(const chain_t *chain, bool first, int64_t *wro
     return EPMOE_OK;
 }
 
-/* How many times as fast as `base` a time is; null in JSON where a difference of two times came out as nothing. */
-static const char *speedup_text(char text[32], double base, double us)
+/* How many times as fast as `base` a time is; `none` where a difference of two times came out as nothing. */
+static void speedup_text(char text[32], double base, double us, const char *none)
 {
-    snprintf(text, 32, base > 0 && us > 0 ? "%.3f" : "null", base / us);
-    return text;
+    if (base > 0 && us > 0)
+        snprintf(text, 32, "%.3f", base / us);
+    else
+        snprintf(text, 32, "%s", none);
 }
 
 static void print(const exchange_t *exchange, int32_t i_comm, const measured_t *base, const char *base_name)
@@ -188,9 +190,10 @@ static void print(const exchange_t *exchange, int32_t i_comm, const measured_t *
     const char *transport = epmoe_transport_string(epmoe_comm_transport(comm));
     const double *us = exchange->measured[i_comm].us, pair = us[0] + us[1];
     const int64_t wrong = exchange->measured[i_comm].wrong;
+    const char *none = bench->options->json ? "null" : "-";
     char faster[3][32];
-    for (int32_t i = 0; i < 2; i++) speedup_text(faster[i], base->us[i], us[i]);
-    speedup_text(faster[2], base->us[0] + base->us[1], pair);
+    for (int32_t i = 0; i < 2; i++) speedup_text(faster[i], base->us[i], us[i], none);
+    speedup_text(faster[2], base->us[0] + base->us[1], pair, none);
     double rate[2], logical[2];
     for (int32_t i = 0; i < 2; i++) {
         rate[i] = us[i] > 0 ? exchange->wire[i] / us[i] * 1e-3 : 0;

@@ -18,7 +18,7 @@ static epmoe_status_t time_cpu(op_job_t *job, double *times)
     for (int32_t i = -bench->warmup; i < bench->iters; i++) {
         ceilings_flush(&bench->ceilings);
         double start = epmoei_now_seconds();
-        EPMOEI_CHECK(op_job_run(job, NULL, NULL));
+        EPMOEI_CHECK(op_job_run(job));
         if (i >= 0) times[i] = 1e6 * (epmoei_now_seconds() - start);
     }
     return EPMOE_OK;

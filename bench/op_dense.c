@@ -40,7 +40,7 @@ static epmoe_status_t run_from_the_beginning(op_job_t *job)
         memcpy(output->ref, output->initial, (size_t)output_bytes(output));
         EPMOEI_CHECK(buffer_upload(output->out));
     }
-    EPMOEI_CHECK(op_job_run(job, NULL, NULL));
+    EPMOEI_CHECK(op_job_run(job));
     for (int32_t i = 0; i < job->num_outputs; i++) EPMOEI_CHECK(buffer_download(job->outputs[i].out));
     return EPMOE_OK;
 }

@@ -107,12 +107,7 @@ epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, const char *op
     return EPMOE_OK;
 }
 
-epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events)
-{
-    const op_job_t *job = ctx;
-    (void)events;
-    return job->kind->run(&job->run_args, stream);
-}
+epmoe_status_t op_job_run(const op_job_t *job) { return job->kind->run(&job->run_args, NULL); }
 
 void op_job_destroy(op_job_t *job)
 {

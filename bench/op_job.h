@@ -90,7 +90,7 @@ struct op_job_t {
 /* Outputs of both kinds start as NaN, or -1. */
 epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, const char *op, int32_t num_tokens);
 /* A cuda_timed_fn on a job. */
-epmoe_status_t op_job_run(void *ctx, epmoe_stream_t stream, void *const *events);
+epmoe_status_t op_job_run(const op_job_t *job);
 void op_job_destroy(op_job_t *job);
 /* The job's arguments with places[i] for what memory[i] has on the host. */
 void op_job_args(const op_job_t *job, void *const places[OP_MAX_MEMORY], op_args_t *args);

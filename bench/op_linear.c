@@ -67,7 +67,7 @@ static epmoe_status_t make_any(op_job_t *job, bool fp8)
     *args = (epmoe_linear_args_t)EPMOE_LINEAR_ARGS_INIT;
     args->backend = job->bench->backend;
     args->num_tokens = job->num_tokens;
-    args->n = (heads.heads + 2 * heads.kv_heads) * heads.head_dim;
+    args->n = (int32_t)(((int64_t)heads.heads + 2 * (int64_t)heads.kv_heads) * heads.head_dim);
     args->k = config->hidden;
     args->x_dtype = args->y_dtype = config->dtype;
     args->weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;

@@ -154,7 +154,7 @@ static epmoe_status_t make_permute(op_job_t *job)
     args->dtype = config->dtype;
     args->sorted_ids = order.sorted_ids;
     args->num_rows = order.num_rows;
-    args->max_rows = job->num_tokens * config->top_k;
+    args->max_rows = (int32_t)((int64_t)job->num_tokens * config->top_k); /* op_take_order has it fit */
     EPMOEI_CHECK(
         op_take_random(job, (void **)&args->x, config->dtype, (int64_t)job->num_tokens * config->hidden, 0, 1));
     EPMOEI_CHECK(op_take_output(job, &args->y, config->dtype, args->max_rows, config->hidden));

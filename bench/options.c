@@ -106,9 +106,9 @@ static const char k_help[] =
     "  --decoder                the whole decoder layer: prefill of one sequence of T tokens on each rank\n"
     "  --context N              of --decoder: one step of T sequences on each rank instead, each N tokens long with\n"
     "                           the new one, over a paged cache of random keys and values\n"
-    "  --op NAME[,NAME...]      ops on one rank, one after the other: topk, align, permute, unpermute, grouped_gemm, "
-    "silu_and_mul, sum,\n"
-    "                           quantize_fp8, dequant, rms_norm (with a residual), rms_norm_alone, rope, "
+    "  --op NAME[,NAME...]      ops on one rank, one after the other: topk, align, permute, unpermute, grouped_gemm,\n"
+    "                           silu_and_mul, sum, quantize_fp8, dequant, rms_norm (with a residual), rms_norm_alone, "
+    "rope, "
     "qk_norm_rope,\n"
     "                           cache_write, rope_cache_write, attention (decode), prefill, sample, spec_verify;\n"
     "                           linear: the projection to q, k and v; linear_fp8: the same in E4M3,\n"
@@ -332,6 +332,8 @@ static const char *parse_heads(options_t *options, const char *text)
         if (!parse_int32(number, 1, MAX_WIDTH, numbers[i])) return expected;
         text += length + 1;
     }
+    if (((int64_t)options->heads + 2 * (int64_t)options->kv_heads) * options->head_dim > INT32_MAX)
+        return "QUERY:KEY:DIM with (QUERY + 2 KEY) * DIM below 2^31";
     return NULL;
 }
 
@@ -393,7 +395,7 @@ static const char *parse_option(options_t *options, int option, const char *text
     case OPT_OP: return parse_ops(options, text);
     case OPT_HIDDEN: return parse_int32(text, 1, MAX_WIDTH, &options->hidden) ? NULL : width_expected;
     case OPT_INTERMEDIATE: return parse_int32(text, 1, MAX_WIDTH, &options->intermediate) ? NULL : width_expected;
-    case OPT_TOP_K: return parse_int32(text, 1, EPMOE_MAX_EXPERTS, &options->top_k) ? NULL : "a number from 1 on";
+    case OPT_TOP_K: return parse_int32(text, 1, EPMOE_MAX_EXPERTS, &options->top_k) ? NULL : "a number from 1 to 4096";
     case OPT_HEADS: return parse_heads(options, text);
     case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;

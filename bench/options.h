@@ -12,7 +12,7 @@
 
 typedef enum options_action_t { ACTION_BENCH, ACTION_HELP, ACTION_LIST_MODELS } options_action_t;
 
-/* Strings point into argv. */
+/* Strings point into argv or are constants. */
 typedef struct options_t {
     options_action_t action;
     const char *model;      /* NULL with a checkpoint */

@@ -129,8 +129,8 @@ static void set_row_sizes(epmoe_ep_t *ep)
     ep->partial_bytes = (int64_t)ep->config.hidden * epmoe_dtype_size(ep->partial_dtype);
 }
 
-/* Of all kinds of memory. For host transports that is the CPU's: a device's is no larger, since what pages of the host
- * double is not counted. */
+/* Host, page-locked and device memory together. Host transports are counted as on the CPU: a device has no more than
+ * that; the page-locked copies that transport mpi keeps of it are left out. */
 static int64_t buffer_bytes(const epmoe_ep_t *ep, epmoe_transport_t transport)
 {
     bool p2p = transport == EPMOE_TRANSPORT_P2P && ep->size > 1;

@@ -165,7 +165,7 @@ free_own:
     if (made) epmoei_shared_free(made, rank);
     return status;
 keep:
-    epmoei_free(made);
+    epmoei_free(made); /* the piece itself stays: a peer may still have it mapped */
     return status;
 }
 

@@ -378,10 +378,7 @@ extern "C" epmoe_status_t epmoei_align_sm80(const epmoe_align_args_t *args, epmo
     static const char *const names[] = {"ids",        "expert_map",      "sorted_ids",
                                         "expert_ids", "num_post_padded", "expert_offsets",
                                         "workspace",  "num_tokens_dev"};
-    for (int i = 0; i < 8; i++)
-        if (!epmoei_is_aligned(arrays[i], sizeof(int32_t)))
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to 4 bytes",
-                               names[i], arrays[i]);
+    for (int i = 0; i < 8; i++) EPMOEI_CHECK(epmoei_check_aligned(names[i], arrays[i], 4));
     align_params_t p = {};
     p.args = *args;
     p.plan = align_plan(args);

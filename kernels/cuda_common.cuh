@@ -4,6 +4,7 @@
 
 #include "base/device.h"
 #include "base/dtype.h"
+#include "kernels/op_check.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,18 +14,7 @@
 /* After every launch. */
 #define EPMOEI_LAUNCH_CHECK(kernel) epmoei_cuda_status((int32_t)cudaGetLastError(), kernel)
 
-static inline bool epmoei_is_aligned(const void *pointer, uintptr_t bytes)
-{
-    return ((uintptr_t)pointer & (bytes - 1)) == 0;
-}
-
-#define EPMOEI_CHECK_ALIGNED(pointer, bytes)                                                                           \
-    do {                                                                                                               \
-        if (!epmoei_is_aligned(pointer, bytes))                                                                        \
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,                                                           \
-                               #pointer " is %p: expected an address aligned to %d bytes", (const void *)(pointer),    \
-                               (int)(bytes));                                                                          \
-    } while (0)
+#define EPMOEI_CHECK_ALIGNED(pointer, bytes) EPMOEI_CHECK(epmoei_check_aligned(#pointer, pointer, (int32_t)(bytes)))
 
 /* The C++ element type of a dtype; the launchers' one switch. */
 template <epmoe_dtype_t kDtype> struct epmoei_element;

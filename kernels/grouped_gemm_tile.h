@@ -24,7 +24,7 @@ int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int
  * Within the bound a tile is as wide as its expert's rows need. */
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows);
 
-/* The same for 4-bit weights, a multiple of 16 from 16 on. 16, 32, up to 96 and beyond are four kernels'. */
+/* The same for 4-bit weights: a multiple of 16, 16 to 256. The kernel is another one for 16, 32, 48 to 96 and more. */
 int32_t epmoei_grouped_gemm_width_w4_sm90(int32_t num_experts, int64_t max_rows);
 
 #ifdef __cplusplus

@@ -33,9 +33,10 @@ struct tile_t {
 
 /* What the scout hands to the consumers; the arrays of max_n follow. */
 struct notes_t {
-    tile_t tile;   /* width 0: no more tiles */
-    int32_t padding[2];
+    tile_t tile;        /* width 0: no more tiles */
+    int32_t padding[2]; /* the scales behind it are read 16 bytes at a time */
 };
+static_assert(sizeof(notes_t) % 16 == 0, "alignment of what follows");
 
 /* kNotes: tiles that are looked up ahead. */
 template <int kMostStages, int kNotes> struct pipeline_barriers_t {

@@ -1,8 +1,8 @@
 /* From 4-bit codes in a stage to operand A of wgmma in registers. W4: (code - zero) * scale, both factors exact but for
  * the scale's rounding to bf16, the product rounded to bf16, whichever of the ways below makes it.
  * MXFP4 is exact. The bits of a code are 2^-126 times its value, since only there bf16 is subnormal as E2M1 is, so that
- * what multiplies them is 2^126 times the scale: more than bf16 has for scales above 2 (codes above 128). No weight of
- * a trained model is that large; where one is, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any.
+ * what multiplies them is 2^126 times the scale: more than bf16 has for scales above 2 (codes above 128). Scales of
+ * trained models are smaller; where one is not, MXFP4_LARGE multiplies by 2^126 and then by the scale, and takes any.
  * W4 of small scales, which is what weights have, takes the same road: the eight lowest bits of bf16 alone are 2^-133
  * times the integer that they hold. So codes in the four lowest bits or in the next four need no base that would have
  * to be taken away again, one shift serves both pairs, and without zero points, where 8 scales are exact in bf16, one

@@ -11,7 +11,7 @@ extern "C" {
 /* lo <= value <= hi; hi INT32_MAX means that only lo limits. */
 epmoe_status_t epmoei_check_range(const char *name, int64_t value, int64_t lo, int64_t hi);
 epmoe_status_t epmoei_check_pointer(const char *name, const void *pointer);
-/* bytes a power of two; NULL is aligned. Where kernels are compiled, EPMOEI_CHECK_ALIGNED. */
+/* bytes a power of two; NULL is aligned. */
 epmoe_status_t epmoei_check_aligned(const char *name, const void *pointer, int32_t bytes);
 /* F32, BF16 or F16. */
 epmoe_status_t epmoei_check_float_dtype(const char *name, epmoe_dtype_t dtype);

@@ -485,10 +485,7 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
                     {"num_post_padded", args->num_post_padded, 4},
                     {"expert_offsets", args->expert_offsets, 4},
                     {"places", args->places, 4}};
-    for (const auto &at : pointers)
-        if (!epmoei_is_aligned(at.pointer, at.alignment))
-            return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %p: expected an address aligned to %d bytes",
-                               at.name, at.pointer, (int)at.alignment);
+    for (const auto &at : pointers) EPMOEI_CHECK(epmoei_check_aligned(at.name, at.pointer, (int32_t)at.alignment));
 
     const int32_t num_tokens = args->topk.num_tokens, num_experts = args->topk.num_experts, top_k = args->topk.top_k;
     const int32_t chunk = epmoei_route_chunk(num_tokens, num_experts, args->hidden);

@@ -1,81 +1,9 @@
 /* moe_layer_bench as its users start it: what it prints, what it refuses, and that its numbers mean what they say. */
-#include "tests/testing.h"
+#include "tests/bench_testing.h"
 
-#include <criterion/criterion.h>
 #include <fcntl.h>
-#include <jansson.h>
 #include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <unistd.h>
-
-#define BENCH EPMOE_TEST_BIN "/moe_layer_bench"
-
-enum { kLimit = 120 };
-
-static testing_process_t run_bench(int32_t ranks, const char *format, ...)
-{
-    char arguments[1024];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(arguments, sizeof arguments, format, args);
-    va_end(args);
-    /* These are tests of the CPU backend, also where there is a device; an option given again replaces the first. */
-    if (ranks == 0) return testing_run(kLimit, "%s --backend cpu %s", BENCH, arguments);
-    return testing_run(kLimit, "%s %s --backend cpu %s", testing_mpirun(ranks), BENCH, arguments);
-}
-
-static const char *golden(const char *name)
-{
-    static char text[512];
-    snprintf(text, sizeof text, "--checkpoint %s/golden/%s", EPMOE_TEST_DATA, name);
-    return text;
-}
-
-/* Line `index` of stdout as JSON; every line must be an object. */
-static json_t *json_line(const testing_process_t *process, int32_t index)
-{
-    json_t *found = NULL;
-    char *copy = strdup(process->output), *save = NULL;
-    int32_t i = 0;
-    for (char *line = strtok_r(copy, "\n", &save); line; line = strtok_r(NULL, "\n", &save), i++) {
-        json_error_t error;
-        json_t *object = json_loads(line, JSON_REJECT_DUPLICATES, &error);
-        cr_assert(json_is_object(object), "not a JSON object: %s", line);
-        if (i == index)
-            found = object;
-        else
-            json_decref(object);
-    }
-    free(copy);
-    cr_assert(found, "stdout has %d lines\n%s", i, process->errors);
-    return found;
-}
-
-static double number(const json_t *object, const char *name)
-{
-    const json_t *value = json_object_get(object, name);
-    cr_assert(json_is_number(value), "%s is missing or no number", name);
-    return json_number_value(value);
-}
-
-static void assert_text(const json_t *object, const char *name, const char *expected)
-{
-    cr_assert_str_eq(json_string_value(json_object_get(object, name)), expected, "%s", name);
-}
-
-static void assert_good(const testing_process_t *process, int32_t cases)
-{
-    cr_assert_eq(process->exit_code, 0, "exit %d: %s", process->exit_code, process->errors);
-    for (int32_t i = 0; i < cases; i++) {
-        json_t *object = json_line(process, i);
-        cr_assert_eq(number(object, "wrong"), 0);
-        cr_assert(json_is_integer(json_object_get(object, "wrong")));
-        cr_assert(number(object, "max_rel_err") >= 0 && number(object, "checked_rows") > 0);
-        json_decref(object);
-    }
-}
 
 Test(bench, json_has_every_field_at_any_rank_count)
 {
@@ -471,71 +399,6 @@ Test(bench, without_a_check_nothing_is_called_right)
     testing_process_free(&process);
 }
 
-/* Several ops of one start, at a shape of their own. */
-Test(bench, ops_at_a_shape)
-{
-    static const char *const ops[] = {"rms_norm_alone", "silu_and_mul", "rope"};
-    /* Of one token, what must move: x, y and the weight; gate, up and y; the turned columns, table row and position. */
-    static const double bytes[] = {3 * 192 * 2, 3 * 96 * 2, 2 * (6 + 2) * 32 * 2 + 4 * 32 + 8};
-    testing_process_t process = run_bench(
-        0, "--op rms_norm_alone,silu_and_mul,rope --model olmoe-1b-7b --hidden 192 --intermediate 96 --top-k 1 "
-           "--heads 6:2:32 --tokens 1,5 --iters 1 --warmup 0 --format json");
-    cr_assert_eq(process.exit_code, 0, "%s", process.errors);
-    for (int32_t line = 0; line < 6; line++) {
-        json_t *object = json_line(&process, line);
-        assert_text(object, "op", ops[line / 2]);
-        cr_assert_eq(number(object, "tokens"), line % 2 ? 5 : 1);
-        cr_assert_eq(number(object, "wrong"), 0);
-        double moved = number(object, "gbps") * number(object, "us_median") * 1e3;
-        if (line % 2 == 0) cr_assert_float_eq(moved, bytes[line / 2], 1, "%s: %g bytes", ops[line / 2], moved);
-        json_decref(object);
-    }
-    testing_process_free(&process);
-}
-
-Test(bench, single_ops)
-{
-    static const char *const ops[] = {"topk",
-                                      "align",
-                                      "permute",
-                                      "unpermute",
-                                      "grouped_gemm",
-                                      "silu_and_mul",
-                                      "sum",
-                                      "quantize_fp8",
-                                      "dequant",
-                                      "rms_norm",
-                                      "rope",
-                                      "qk_norm_rope",
-                                      "cache_write",
-                                      "attention",
-                                      "prefill",
-                                      "sample",
-                                      "spec_verify",
-                                      "rope_cache_write",
-                                      "rms_norm_alone",
-                                      "rms_norm_fp8",
-                                      "silu_and_mul_fp8",
-                                      "linear",
-                                      "linear_fp8"};
-    for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
-        testing_process_t process =
-            run_bench(0, "--op %s --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1 --format json", ops[i]);
-        cr_assert_eq(process.exit_code, 0, "%s: %s", ops[i], process.errors);
-        for (int32_t line = 0; line < 2; line++) {
-            json_t *object = json_line(&process, line);
-            assert_text(object, "op", ops[i]);
-            cr_assert_eq(number(object, "calls"), 1);
-            cr_assert(json_is_null(json_object_get(object, "copy_fraction")));
-            cr_assert_eq(number(object, "tokens"), line ? 33 : 1);
-            cr_assert_eq(number(object, "wrong"), 0);
-            cr_assert(number(object, "us_median") > 0 && number(object, "gbps") > 0 && number(object, "floor_us") > 0);
-            json_decref(object);
-        }
-        testing_process_free(&process);
-    }
-}
-
 /* A terminal sees a line of what is being done, which is gone at the end; a file sees nothing, and stdout never does.
  */
 Test(bench, progress_on_a_terminal)
@@ -561,59 +424,5 @@ Test(bench, progress_on_a_terminal)
     close(terminal);
     process = run_bench(0, "%s --tokens 1,2 --iters 1 --format json", golden("mixtral"));
     cr_expect_str_empty(process.errors);
-    testing_process_free(&process);
-}
-
-/* Dispatch and combine alone. All tokens go to experts of rank 0, so that rank 1 sends every row of its own: 5 of 2048
- * columns with 8 ids and weights, and gets 5 back, as fp32 where that is what partial rows travel as. */
-Test(bench, exchange)
-{
-    const struct {
-        const char *options;
-        double out, home;
-    } cases[] = {
-        {"--dtype bf16", 5 * (4096 + 64), 5 * 4096},
-        {"--dtype fp16", 5 * (4096 + 64), 5 * 8192},
-        {"--dtype fp32", 5 * (8192 + 64), 5 * 8192},
-        {"--dtype bf16 --wire fp8", 5 * (2048 + 64 + 64), 5 * 4096},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        testing_process_t process = run_bench(2,
-                                              "--op exchange --model olmoe-1b-7b --tokens 5 --routing one-expert "
-                                              "--iters 2 --warmup 1 --format json %s",
-                                              cases[i].options);
-        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", cases[i].options, process.exit_code, process.errors);
-        json_t *object = json_line(&process, 0);
-        assert_text(object, "op", "exchange");
-        assert_text(object, "transport", "mpi");
-        cr_assert_eq(number(object, "wrong"), 0);
-        cr_assert_eq(number(object, "dispatch_wire_bytes"), cases[i].out, "%s", cases[i].options);
-        cr_assert_eq(number(object, "combine_wire_bytes"), cases[i].home, "%s", cases[i].options);
-        cr_assert(number(object, "dispatch_us") > 0 && number(object, "dispatch_gbps") > 0);
-        /* Alone it is held against itself; a way home that came out as less than nothing has no speed. */
-        cr_assert_float_eq(number(object, "pair_us"), number(object, "dispatch_us") + number(object, "combine_us"),
-                           0.002);
-        assert_text(object, "base", "mpi");
-        cr_assert_eq(number(object, "dispatch_speedup"), 1);
-        cr_assert_eq(number(object, "pair_speedup"), 1);
-        if (number(object, "combine_us") > 0.001) cr_assert_eq(number(object, "combine_speedup"), 1);
-        json_decref(object);
-        testing_process_free(&process);
-    }
-    testing_process_t process = run_bench(3, "--op exchange --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1");
-    cr_assert_eq(process.exit_code, 0, "exit %d: %s", process.exit_code, process.errors);
-    cr_assert(strstr(process.output, "3 ranks; us of one exchange") && strstr(process.output, "PASS"), "%s",
-              process.output);
-    cr_assert(strstr(process.output, "pair us") && strstr(process.output, "x pair"), "%s", process.output);
-    const char *row = strstr(process.output, "      mpi       33");
-    double us[3], faster;
-    cr_assert(row && sscanf(row, " mpi 33 %lf %lf %lf %lf", &us[0], &us[1], &us[2], &faster) == 4, "%s",
-              process.output);
-    cr_assert_float_eq(us[2], us[0] + us[1], 0.02);
-    cr_assert_eq(faster, 1);
-    testing_process_free(&process);
-    process = run_bench(0, "--op exchange");
-    cr_assert_eq(process.exit_code, 2);
-    cr_assert(strstr(process.errors, "--op exchange needs at least two ranks"), "%s", process.errors);
     testing_process_free(&process);
 }

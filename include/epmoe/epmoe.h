@@ -618,9 +618,10 @@ EPMOE_API epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, e
  * does not count for amax.
  * y may alias x with the same stride and type. residual is read and written; it must not alias x or y.
  * A NaN or infinity spreads to its own row only.
- * Errors: INVALID_ARGUMENT for sizes below 1, a negative eps, a stride below the row, another y_dtype, NULL pointers,
- * on the CPU also for a static scale that is not finite and above 0. Floor: bytes = T*d*(b + b_y (+ 2*b with a
- * residual)) + d*b_w, and the scales. */
+ * Errors: INVALID_ARGUMENT for sizes below 1, a negative eps, a stride below the row, another y_dtype, y == x with
+ * another stride or type, residual == x or y, NULL pointers, on the CPU also for a static scale that is not finite and
+ * above 0.
+ * Floor: bytes = T*d*(b + b_y (+ 2*b with a residual)) + d*b_w, and the scales. */
 typedef struct epmoe_rms_norm_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -1073,7 +1074,7 @@ typedef struct epmoe_comm_config_t {
  * objects (BAD_STATE otherwise). AUTO takes MPI where ranks share a device, see epmoe_comm_ranks_per_device. Where
  * every rank has its own it takes P2P, unless ranks are on several hosts, more than 32, or one cannot map the memory of
  * another, which is tried; then NCCL where every rank's build has it, then MPI. With nccl_comm it takes NCCL. All ranks
- * take the same, and the one that cannot use P2P need not be known before.
+ * take the same, also when only one of them cannot use P2P.
  * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs or backends differ; NOT_SUPPORTED for a
  * transport that some rank cannot use, such as NCCL where ranks share a device: before any NCCL communicator is made;
  * TIMEOUT. */
@@ -1086,7 +1087,7 @@ EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
 EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
 /* The largest number of ranks that share one device: 1 when every rank has its own, 0 on the CPU. Where it is above 1
- * AUTO takes MPI, P2P goes by name, and times say nothing about the hardware. */
+ * AUTO takes MPI, P2P must be asked for, and times say nothing about the hardware. */
 EPMOE_API int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm);
 /* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
  * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
@@ -1121,8 +1122,7 @@ typedef struct epmoe_ep_config_t {
                                  at least once; read by create alone. NULL = expert e is physical expert e */
     int32_t num_physical; /* P, of all ranks together, E..EPMOE_MAX_EXPERTS: rank r has those of epmoe_expert_range(P,
                              size, r). 0 = num_experts, which it must be without a placement */
-    epmoe_transport_t
-        transport; /* read by epmoe_ep_buffer_size alone: whose buffers it counts; AUTO = the most of all */
+    epmoe_transport_t transport; /* for epmoe_ep_buffer_size alone: whose buffers; AUTO = the most of all */
 } epmoe_ep_config_t;
 #define EPMOE_EP_CONFIG_INIT EPMOE_STRUCT_INIT(epmoe_ep_config_t)
 
@@ -1143,7 +1143,9 @@ EPMOE_API void epmoe_ep_destroy(epmoe_ep_t *ep); /* local; NULL is legal */
  * rows. Local. CUDA: device memory is at most that; transport MPI takes up to as much again of page-locked memory. P2P,
  * which keeps no rows to be sent, takes less than the others but for the smallest sizes; that which peers map is whole
  * pages of 2 MiB, which the device gets back when all ranks have destroyed the object, with the next epmoe_ep_create or
- * the communicator's end. */
+ * the communicator's end.
+ * INVALID_ARGUMENT for a field out of its range, an unknown transport, a size below 1, above 1 over LOCAL or above 32
+ * over P2P, max_recv_rows below 0 or above INT32_MAX, and NULL pointers. */
 EPMOE_API epmoe_status_t epmoe_ep_buffer_size(const epmoe_ep_config_t *config, int32_t size, int64_t max_recv_rows,
                                               int64_t *bytes);
 
@@ -1339,10 +1341,12 @@ typedef struct epmoe_layer_memory_t {
     int32_t local_experts; /* experts of this rank; with a placement physical ones */
     int64_t weight_bytes;
     int64_t workspace_bytes;
-    int64_t comm_bytes;
+    int64_t
+        comm_bytes; /* epmoe_ep_buffer_size over config.transport, for capacity or the worst case; 0 with one rank */
 } epmoe_layer_memory_t;
 #define EPMOE_LAYER_MEMORY_INIT EPMOE_STRUCT_INIT(epmoe_layer_memory_t)
-/* Assumes that every rank has the same max_tokens. weight_format NONE counts that of dtype. Local. */
+/* Assumes that every rank has the same max_tokens. weight_format NONE counts that of dtype. Local. INVALID_ARGUMENT as
+ * epmoe_layer_create and, with several ranks, epmoe_ep_buffer_size. */
 EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
                                             epmoe_layer_memory_t *memory);
 
