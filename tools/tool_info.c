@@ -2,7 +2,6 @@
 #include "tools/tool_util.h"
 
 #include "base/dtype.h"
-#include "comm/comm.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +13,7 @@ static const tool_option_t options[] = {
     {"ranks", "R", "bytes per rank for this many ranks (default 1)"},
     {"max-tokens", "N", "largest T per rank and forward (default 4096)"},
     {"kv-tokens", "N", "tokens in the KV cache of each rank (default 0)"},
-    {"transport", INFO_TRANSPORTS, "of the exchange buffers; default as ranks with a device each on one host choose"},
+    {"transport", INFO_TRANSPORTS, "of the exchange buffers; default as ranks with a device each choose"},
     {"memory", "GIB", "of each rank: says what is left, and exits with 1 where it does not fit"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
@@ -106,15 +105,11 @@ static epmoe_status_t count_rank(const info_t *info, int32_t rank, info_rank_t *
 static epmoe_status_t choose_transport(info_t *info)
 {
     epmoe_backend_t backend;
-    const epmoei_auto_facts_t facts = {.size = (int32_t)info->ranks,
-                                       .ranks_per_device = 1,
-                                       .one_host = true,
-                                       .all_have_p2p = true,
-                                       .all_have_nccl = true};
     if (info->transport != EPMOE_TRANSPORT_AUTO) return EPMOE_OK;
     EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
-    info->transport = epmoei_auto_transport(&facts);
-    if (backend == EPMOE_BACKEND_CPU && info->ranks > 1) info->transport = EPMOE_TRANSPORT_MPI;
+    info->transport = info->ranks == 1                ? EPMOE_TRANSPORT_LOCAL
+                      : backend == EPMOE_BACKEND_CUDA ? EPMOE_TRANSPORT_NCCL
+                                                      : EPMOE_TRANSPORT_MPI;
     return EPMOE_OK;
 }
 
