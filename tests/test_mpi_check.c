@@ -142,6 +142,33 @@ Test(mpi_check, three_ranks) { check_all(3); }
 Test(mpi_check, four_ranks) { check_all(4); }
 Test(mpi_check, eight_ranks) { check_all(8); }
 
+/* By name; MPI also with one rank, which needs nothing carried. What the CPU backend lacks the communicator refuses, on
+ * every rank and before anything is computed. */
+Test(mpi_check, transports)
+{
+    static const char *const checked[] = {"deepseek_v3_fp8", "qwen3_moe_gptq", "gpt_oss_mxfp4"};
+    for (size_t f = 0; f < sizeof checked / sizeof checked[0]; f++) {
+        testing_process_t process = testing_run(120, "%s " TOOL " check '" GOLDEN "%s' --format json --transport mpi",
+                                                testing_mpirun(f ? 2 : 1), checked[f]);
+        cr_assert_eq(process.exit_code, 0, "%s: exit %d: %s", checked[f], process.exit_code, process.errors);
+        cr_assert_eq(count_right(&process, (tolerances_t){2e-6, 3e-6}), 5, "%s: %s", checked[f], process.output);
+        testing_process_free(&process);
+    }
+    for (int p = 0; p < 2; p++) {
+        testing_process_t process =
+            testing_run(60, "%s " TOOL " check '" GOLDEN "mixtral' --backend cpu --transport %s", testing_mpirun(2),
+                        p ? "p2p" : "nccl");
+        cr_assert_eq(process.exit_code, 3, "exit %d: %s", process.exit_code, process.errors);
+        cr_assert(strstr(process.errors, p ? "p2p" : "nccl"), "%s", process.errors);
+        cr_assert_str_empty(process.output);
+        testing_process_free(&process);
+    }
+    testing_process_t process = testing_run(60, TOOL " check '" GOLDEN "mixtral' --transport local");
+    cr_assert_eq(process.exit_code, 2, "exit %d: %s", process.exit_code, process.errors);
+    cr_assert(strstr(process.errors, "--transport"), "%s", process.errors);
+    testing_process_free(&process);
+}
+
 static int count_text(const char *text, const char *needle)
 {
     int count = 0;

@@ -10,6 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define TRANSPORTS "auto,p2p,nccl,mpi"
+static const epmoe_transport_t transports[] = {EPMOE_TRANSPORT_AUTO, EPMOE_TRANSPORT_P2P, EPMOE_TRANSPORT_NCCL,
+                                               EPMOE_TRANSPORT_MPI};
+
 static const tool_option_t options[] = {
     {"golden", "FILE", "recorded inputs and outputs (default DIR/golden.safetensors)"},
     {"layer", "N", "this layer only"},
@@ -20,6 +24,7 @@ static const tool_option_t options[] = {
     {"tol", "X",
      "largest rel_err (default 1e-5 in fp32, 2e-3 in fp16, 1e-2 in bf16; decoder layers 3e-6, 3e-3, 2e-2; --act fp8 "
      "and --wire fp8 8e-2)"},
+    {"transport", TRANSPORTS, "between ranks (default auto)"},
     {"timeout", "S", "longest wait for another rank in seconds (default 30)"},
     {"format", TOOL_FORMATS, "default table"},
     {0},
@@ -59,6 +64,8 @@ static int take(void *ctx, const char *option, const char *value)
         return tool_take_choice(program, option, "fp32,fp16,bf16", value, &check->dtype_index);
     if (!strcmp(option, "act")) return tool_take_choice(program, option, "none,fp8", value, &check->fp8_activations);
     if (!strcmp(option, "wire")) return tool_take_choice(program, option, "dtype,fp8", value, &check->fp8_wire);
+    if (!strcmp(option, "transport"))
+        return tool_take_choice(program, option, TRANSPORTS, value, &check->transport_index);
     if (!strcmp(option, "timeout")) return tool_take_positive(program, option, value, &check->timeout_s);
     if (!strcmp(option, "format")) return tool_take_choice(program, option, TOOL_FORMATS, value, &check->format);
     return tool_take_positive(program, option, value, &check->tolerance);
@@ -212,6 +219,7 @@ static epmoe_status_t check_all(check_t *check)
     program_t *program = check->program;
     epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
     config.backend = check->backend;
+    config.transport = transports[check->transport_index];
     config.device = -1;
     config.timeout_s = check->timeout_s;
     EPMOEI_CHECK(program_connect(program, &config));

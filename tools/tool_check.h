@@ -118,6 +118,7 @@ typedef struct check_t {
     int64_t layer; /* -1 = all */
     int32_t wanted_backend;
     epmoe_backend_t backend;
+    int32_t transport_index;
     int32_t dtype_index;
     epmoe_dtype_t dtype;
     double tolerance;         /* of MoE blocks, and of what is chained */
