@@ -395,7 +395,7 @@ static const char *parse_option(options_t *options, int option, const char *text
     case OPT_OP: return parse_ops(options, text);
     case OPT_HIDDEN: return parse_int32(text, 1, MAX_WIDTH, &options->hidden) ? NULL : width_expected;
     case OPT_INTERMEDIATE: return parse_int32(text, 1, MAX_WIDTH, &options->intermediate) ? NULL : width_expected;
-    case OPT_TOP_K: return parse_int32(text, 1, EPMOE_MAX_EXPERTS, &options->top_k) ? NULL : "a number from 1 to 4096";
+    case OPT_TOP_K: return parse_int32(text, 1, EPMOE_MAX_TOP_K, &options->top_k) ? NULL : "a number from 1 to 32";
     case OPT_HEADS: return parse_heads(options, text);
     case OPT_COMM_SMS: return parse_int32(text, 1, 4096, &options->comm_sms) ? NULL : "a number from 1 to 4096";
     case OPT_LIST_MODELS: options->action = ACTION_LIST_MODELS; break;
@@ -422,6 +422,12 @@ static const char *check_together(options_t *options)
         return "--hidden, --intermediate, --top-k and --heads need --op";
     if (op && options->wire_dtype && !options_exchange(options)) return "--wire is for the layer and --op exchange";
     if (op && options->comm_sms && !options_exchange(options)) return "--comm-sms is for the layer and --op exchange";
+    if (op && options->capacity) return "--capacity is for the layer, not for --op";
+    if (op && options->fp8_activations) return "--act is for the layer, not for --op";
+    if (op && (options->inject_nan || options->inject_sleep_rank >= 0))
+        return "--inject-nan and --inject-sleep are for the layer, not for --op";
+    if (op && options->routing == ROUTING_ROUTER)
+        return "--op needs a --routing that is known before it runs, not router";
     if (op && options->balanced) return "--placement balanced is for the layer, not for --op";
     if (op && options->num_per_rank) return "--op takes --tokens, not --tokens-per-rank";
     for (int32_t i = 0; i < options->num_cases && op; i++)

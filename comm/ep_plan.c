@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
+enum { kMaxHidden = 1 << 26 }; /* sizes are products of it and of 32-bit counts */
+
 static int32_t ranks_per_token(const epmoe_ep_config_t *config, int32_t size)
 {
     return config->top_k < size ? config->top_k : size;
@@ -97,8 +99,9 @@ static epmoe_status_t take_config(epmoe_ep_config_t *own, const epmoe_ep_config_
     if (own->top_k < 1 || own->top_k > EPMOE_MAX_TOP_K)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.top_k is %d: expected 1..%d", own->top_k,
                            EPMOE_MAX_TOP_K);
-    if (own->hidden < 1)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.hidden is %d: expected >= 1", own->hidden);
+    if (own->hidden < 1 || own->hidden > kMaxHidden)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "config.hidden is %d: expected 1..%d", own->hidden,
+                           kMaxHidden);
     if (own->max_tokens < 0 || (int64_t)own->max_tokens * own->top_k > INT32_MAX)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "config.max_tokens is %d: expected >= 0, and times top_k (%d) at most %d", own->max_tokens,

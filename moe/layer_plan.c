@@ -119,6 +119,7 @@ epmoe_status_t epmoei_layer_config_check(const epmoe_layer_config_t *config, epm
     EPMOEI_CHECK(check_range("fp8_activations", out->fp8_activations, -1, 1));
     EPMOEI_CHECK(check_range("max_tokens", out->max_tokens, 1, INT32_MAX / epmoei_max64(out->top_k, 1)));
     EPMOEI_CHECK(check_range("comm_sms", out->comm_sms, 0, INT32_MAX));
+    EPMOEI_CHECK(check_range("transport", (int32_t)out->transport, EPMOE_TRANSPORT_AUTO, EPMOE_TRANSPORT_P2P));
     return check_range("capacity", out->capacity, 0, INT32_MAX / epmoei_max64(out->top_k, 1));
 }
 

@@ -1,6 +1,8 @@
 /* moe_layer_bench --op on the CPU: ops of one rank, and the exchange of several. */
 #include "tests/bench_testing.h"
 
+#include <string.h>
+
 /* Several ops of one start, at a shape of their own. */
 Test(bench_ops, ops_at_a_shape)
 {
@@ -118,4 +120,26 @@ Test(bench_ops, exchange)
     cr_assert_eq(process.exit_code, 2);
     cr_assert(strstr(process.errors, "--op exchange needs at least two ranks"), "%s", process.errors);
     testing_process_free(&process);
+}
+
+/* What would be drawn wrong, measured wrong or ignored. */
+Test(bench_ops, refusals)
+{
+    static const struct {
+        const char *arguments, *words;
+    } cases[] = {
+        {"--op topk --top-k 33", "--top-k is '33': expected a number from 1 to 32"},
+        {"--op align --model mixtral-8x7b --top-k 9", "--top-k is 9: expected at most 8"},
+        {"--op linear --heads 1048576:1:4096", "QUERY:KEY:DIM with (QUERY + 2 KEY) * DIM below 2^31"},
+        {"--op align --routing router", "--op needs a --routing that is known before it runs, not router"},
+        {"--op sum --inject-nan", "--inject-nan and --inject-sleep are for the layer, not for --op"},
+        {"--op sum --capacity 4", "--capacity is for the layer, not for --op"},
+        {"--op sum --act fp8", "--act is for the layer, not for --op"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        testing_process_t process = run_bench(0, "%s", cases[i].arguments);
+        cr_expect_eq(process.exit_code, 2, "%s: exit %d", cases[i].arguments, process.exit_code);
+        cr_expect(strstr(process.errors, cases[i].words), "%s: %s", cases[i].arguments, process.errors);
+        testing_process_free(&process);
+    }
 }

@@ -991,7 +991,7 @@ typedef struct epmoe_ep epmoe_ep_t;     /* the buffers and plan of one dispatch/
 struct ncclComm;                        /* NCCL's communicator, by NCCL's own tag */
 
 typedef enum epmoe_transport_t {
-    EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, otherwise the fastest that all ranks can use */
+    EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, otherwise NCCL or MPI: see epmoe_comm_create */
     EPMOE_TRANSPORT_LOCAL = 1, /* one rank */
     EPMOE_TRANSPORT_MPI = 2,  /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's); CUDA:
                                  by way of page-locked memory, also where ranks share a device */
