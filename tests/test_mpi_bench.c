@@ -279,7 +279,7 @@ Test(bench, refusals)
         {"--comm-sms 0", 2, "--comm-sms is '0'"},
         {"--op sum --comm-sms 4", 2, "--comm-sms is for the layer and --op exchange"},
         {"--op sum,exchange", 2, "--op exchange runs alone"},
-        {"--op sum --top-k 129", 2, "--top-k is 129: expected at most 128"},
+        {"--op sum --top-k 129", 2, "--top-k is '129': expected a number from 1 to 32"},
         {"--op sum --hidden 0", 2, "--hidden is '0'"},
         {"--op sum --intermediate x", 2, "--intermediate is 'x'"},
         {"--op rope --heads 8:2", 2, "--heads is '8:2': expected QUERY:KEY:DIM"},
