@@ -139,8 +139,9 @@ static errors_t run(testing_rng_t *rng, float factor, epmoe_granularity_t granul
     quantise(data, granularity);
     errors_t errors = errors_of(data);
     for (int p = 0; p < NUM_PARTS; p++) {
-        /* The root mean square of n errors is off by some 0.45 / sqrt(n) of itself; parts have 15,000 or 127. */
-        double margin = p <= QUIET_ROWS ? 1.04 : 1.25, ratio = errors.measured[p] / errors.expected[p];
+        /* The root mean square of n errors is off by some 0.45 / sqrt(n) of itself, and by twice that where the largest
+         * elements decide; parts have 15,000 or 127. Five times that. */
+        double margin = p <= QUIET_ROWS ? 1.04 : 1.5, ratio = errors.measured[p] / errors.expected[p];
         cr_expect(ratio < margin && ratio > 1 / margin, "granularity %d, times %g, %s: %g, expected %g", granularity,
                   (double)factor, part_names[p], errors.measured[p], errors.expected[p]);
     }
