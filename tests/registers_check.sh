@@ -19,8 +19,9 @@ grouped_gemm_wide_sm80.cu  grouped_gemm_wide_kernel           -
 grouped_gemm_sm90.cu       grouped_gemm_kernelI[^,]*Li64E     80
 grouped_gemm_sm90.cu       grouped_gemm_kernelI[^,]*Li256E    168
 grouped_gemm_fp8_sm90.cu   grouped_gemm_fp8_kernel            168
+grouped_gemm_w4_sm90.cu    grouped_gemm_w4_kernel.*pair_t     80
 grouped_gemm_w4_sm90.cu    grouped_gemm_w4_kernel.*narrow_t   96
-grouped_gemm_w4_sm90.cu    grouped_gemm_w4_kernel.*middle_t   168
+grouped_gemm_w4_sm90.cu    grouped_gemm_w4_kernel.*middle_t   128
 grouped_gemm_w4_sm90.cu    grouped_gemm_w4_kernel.*wide_t     168
 grouped_gemm_quant_sm80.cu grouped_gemm_quant_kernel          -
 experts_few_sm80.cu        gate_up_kernel                     -
