@@ -94,12 +94,6 @@ static epmoe_status_t take_shape(const options_t *options, epmoe_layer_config_t 
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "--top-k is %d: expected at most %d, the model's experts",
                            options->top_k, config->num_experts);
     if (options->top_k) config->top_k = options->top_k;
-    const int32_t groups = config->n_group > 1 ? config->topk_group : 1;
-    const int32_t reachable = config->n_group > 1 ? groups * (config->num_experts / config->n_group) : config->top_k;
-    if (config->top_k > reachable)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "--top-k is %d: expected at most %d, the experts of the %d groups that the router keeps",
-                           config->top_k, reachable, groups);
     return EPMOE_OK;
 }
 

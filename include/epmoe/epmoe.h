@@ -1338,8 +1338,7 @@ typedef struct epmoe_layer_memory_t {
     int32_t local_experts; /* experts of this rank; with a placement physical ones */
     int64_t weight_bytes;
     int64_t workspace_bytes;
-    int64_t
-        comm_bytes; /* epmoe_ep_buffer_size over config.transport, for capacity or the worst case; 0 with one rank */
+    int64_t comm_bytes; /* epmoe_ep_buffer_size over config.transport, for capacity or the worst case; one rank: 0 */
 } epmoe_layer_memory_t;
 #define EPMOE_LAYER_MEMORY_INIT EPMOE_STRUCT_INIT(epmoe_layer_memory_t)
 /* Assumes that every rank has the same max_tokens. weight_format NONE counts that of dtype. Local. INVALID_ARGUMENT as
