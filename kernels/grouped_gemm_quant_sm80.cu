@@ -10,6 +10,7 @@
  * The sum over K goes in steps of 16 columns and in groups whatever the tile: results do not depend on the tile choice
  * or on other rows. */
 #include "kernels/grouped_gemm_quant_cuda.cuh"
+#include "kernels/grouped_gemm_tile.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx.cuh"
 
@@ -380,10 +381,11 @@ epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stre
 template <typename T, epmoe_format_t kFormat>
 epmoe_status_t launch_tokens(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
-    const int64_t mean = epmoei_ceil_div(args->max_rows, args->num_experts);
-    if (mean <= 16) return launch<T, kFormat, 16>(args, stream);
-    if (mean <= 32) return launch<T, kFormat, 32>(args, stream);
-    return launch<T, kFormat, 64>(args, stream);
+    switch (epmoei_grouped_gemm_tile_quant_sm80(args->num_experts, args->max_rows)) {
+    case 16: return launch<T, kFormat, 16>(args, stream);
+    case 32: return launch<T, kFormat, 32>(args, stream);
+    default: return launch<T, kFormat, 64>(args, stream);
+    }
 }
 
 template <typename T> epmoe_status_t launch_format(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)

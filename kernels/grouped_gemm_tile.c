@@ -20,6 +20,12 @@ int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int
     return rows;
 }
 
+int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_rows)
+{
+    int64_t mean = epmoei_ceil_div(max_rows, num_experts);
+    return mean <= 16 ? 16 : mean <= 32 ? 32 : 64;
+}
+
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows)
 {
     enum { kLeast = 32, kMost = 256, kStep = 32 };

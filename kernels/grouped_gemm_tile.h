@@ -18,6 +18,9 @@ int32_t epmoei_grouped_gemm_tile_sm80(int32_t num_experts, int64_t max_rows);
 /* Most rows of a tile of the wide kernel, 64 to 256: fewer where 256 would leave SMs without a tile. */
 int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int32_t n, int32_t num_sms);
 
+/* Tile height of the sm80 tier for quantised weights, 16, 32 or 64 rows, as the mean asks for. */
+int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_rows);
+
 /* Most tokens of a tile of the sm90 tier, a multiple of 32 from 32 to 256: the mean plus three of its roots, which is
  * what nearly every expert stays below when tokens choose evenly. An expert cut into two tiles copies its weights into
  * shared memory twice; a higher bound takes room from the stages, and fewer of them hide less of the memory's latency.

@@ -121,7 +121,8 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
     bool rounded = bf16 && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_BF16);
     double error = testing_row_error(y, config->dtype, expected, num_tokens, config->hidden);
     /* An output may be four times its row's rms and rounded the other way, by 2^-8 to 2^-7 of it in bf16, 2^-11 to
-     * 2^-10 in fp16. A code of a quantised h falls the other way where h lies between two. */
+     * 2^-10 in fp16. A code of a quantised h falls the other way where h lies between two: a step of up to an eighth of
+     * it, which a single value feels, and a token or two, and many tokens together hardly (test_experts_fp8). */
     bool fp8 = config->fp8_activations == 1;
     cr_expect(error <= (fp8       ? 6e-2
                         : rounded ? 3e-2
@@ -129,7 +130,7 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
                                   : 4e-3),
               "%s, %d tokens: y is off by %g", what, num_tokens, error);
     error = testing_rel_error(y, config->dtype, expected, n);
-    cr_expect(error <= (fp8    ? 2e-2
+    cr_expect(error <= (fp8    ? (num_tokens < 16 ? 2e-2 : 1e-2)
                         : bf16 ? 6e-3
                                : 1e-3),
               "%s, %d tokens: |y - cpu| / |cpu| is %g", what, num_tokens, error);

@@ -369,6 +369,12 @@ Test(grouped_gemm, tile_choice)
         cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
                      epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows));
     }
+    static const struct {
+        int32_t experts, rows, height;
+    } quant[] = {{128, 8, 16}, {8, 128, 16}, {8, 129, 32}, {8, 256, 32}, {8, 257, 64}, {8, 16384, 64}};
+    for (size_t i = 0; i < sizeof quant / sizeof quant[0]; i++)
+        cr_expect_eq(epmoei_grouped_gemm_tile_quant_sm80(quant[i].experts, quant[i].rows), quant[i].height, "case %zu",
+                     i);
     /* The wide kernel: whole tiles where every one of 132 SMs gets one. */
     static const struct {
         int32_t experts, rows, n, most;

@@ -70,6 +70,40 @@ Test(tool_info, says_what_a_checkpoint_is)
     refuses("info", "DIR");
 }
 
+/* deepseek_v3's toy: 16 experts, 4 of them for each token; rank 0 of 2 has 8. */
+Test(tool_info, prints_the_tiles)
+{
+    /* bf16 on sm90 for a mean of m: m + 3 sqrt(m), rounded up to 32; w4 to 16. fp8 by fp8: 64 up to 64 of these. */
+    static const struct {
+        const char *tokens;
+        int rows, sm80_bf16, sm80_quant, sm90_bf16, sm90_w4, sm90_fp8, cluster;
+        const char *line;
+    } cases[] = {{"1", 4, 16, 16, 32, 16, 64, 1, "of 4 rows for 8 experts, at most: sm80 bf16 16, fp8 and w4 16"},
+                 {"50", 200, 256, 32, 64, 48, 64, 1, "sm90 bf16 64, w4 48, fp8 by fp8 64\n"},    /* mean 25 */
+                 {"100", 400, 256, 64, 96, 80, 128, 1, "sm90 bf16 96, w4 80, fp8 by fp8 128\n"}, /* mean 50 */
+                 {"4096", 16384, 256, 64, 256, 256, 128, 2, "fp8 by fp8 128 in pairs\n"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        testing_process_t process =
+            testing_tool("info '" GOLDEN "deepseek_v3' --ranks 2 --max-tokens %s --format json", cases[i].tokens);
+        json_t *info = json_loads(process.output, 0, NULL), *tiles = json_object_get(info, "tiles");
+        json_t *sm80 = json_object_get(tiles, "sm80"), *sm90 = json_object_get(tiles, "sm90");
+        cr_expect_eq(json_integer_value(json_object_get(tiles, "rows")), cases[i].rows, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(tiles, "experts")), 8);
+        cr_expect_eq(json_integer_value(json_object_get(sm80, "bf16")), cases[i].sm80_bf16, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm80, "fp8")), cases[i].sm80_quant, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm80, "w4")), cases[i].sm80_quant, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm90, "bf16")), cases[i].sm90_bf16, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm90, "w4")), cases[i].sm90_w4, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm90, "fp8")), cases[i].sm90_fp8, "%s", process.output);
+        cr_expect_eq(json_integer_value(json_object_get(sm90, "fp8_cluster")), cases[i].cluster, "%s", process.output);
+        json_decref(info);
+        testing_process_free(&process);
+        process = testing_tool("info '" GOLDEN "deepseek_v3' --ranks 2 --max-tokens %s", cases[i].tokens);
+        cr_expect(strstr(process.output, cases[i].line), "%s: %s", cases[i].line, process.output);
+        testing_process_free(&process);
+    }
+}
+
 static json_int_t rank_number(const json_t *info, size_t rank, const char *name)
 {
     const json_t *value = json_object_get(json_array_get(json_object_get(info, "ranks"), rank), name);

@@ -223,6 +223,7 @@ static void print_table(const info_t *info)
         if (moe->shared_intermediate)
             printf("shared       intermediate %d%s\n", moe->shared_intermediate, moe->shared_gated ? ", gated" : "");
         printf("format       %s\n", format_name(moe));
+        info_tiles_print(moe, info->bytes[0].local_experts);
     }
     info_attention_print(&info->attention);
     printf("files        %d, ", info->about.num_shards);
@@ -259,6 +260,7 @@ static void print_json(const info_t *info)
                                  moe->intermediate, "activation", activation_name(moe->activation), "expert_bias",
                                  moe->expert_has_bias, "shared_intermediate", moe->shared_intermediate, "shared_gated",
                                  moe->shared_gated, "format", format_name(moe), "router", router);
+        json_object_set_new(rest, "tiles", info_tiles_json(moe, info->bytes[0].local_experts));
         json_object_update(object, rest);
         json_decref(rest);
     }

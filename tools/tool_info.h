@@ -53,4 +53,9 @@ void info_plan_print_header(const info_plan_t *plan);
 void info_plan_print_rank(const info_plan_t *plan, int32_t number, const info_rank_t *rank);
 json_t *info_plan_json_rank(const info_plan_t *plan, int32_t number, const info_rank_t *rank);
 
+/* Which tiles the CUDA kernels take for the products of a MoE layer's max_tokens, on a rank with so many experts: from
+ * the functions that choose them, wherever this runs. */
+void info_tiles_print(const epmoe_layer_config_t *config, int32_t local_experts);
+json_t *info_tiles_json(const epmoe_layer_config_t *config, int32_t local_experts);
+
 #endif
