@@ -161,12 +161,41 @@ static epmoe_status_t agree_on_config(epmoe_comm_t *comm, epmoe_status_t local)
     return EPMOE_OK;
 }
 
-/* The device, the transport, and what the transport needs of all ranks. */
-static epmoe_status_t join(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+static epmoe_status_t start_transport(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
 {
-    if (comm->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_comm_place(comm, config));
     comm->ops = epmoei_transport_ops(comm->transport);
     return comm->ops->create && comm->bootstrap.size > 1 ? comm->ops->create(comm, config->nccl_comm) : EPMOE_OK;
+}
+
+/* Collective, after p2p has failed on all ranks: whether all asked for AUTO, and nothing else is wrong than that some
+ * cannot use p2p. */
+static epmoe_status_t agree_to_go_on(epmoe_comm_t *comm, bool is_auto, epmoe_status_t status, bool *goes_on)
+{
+    const epmoei_agreed_t may = {NULL, is_auto && (status == EPMOE_ERROR_NOT_SUPPORTED || status == EPMOE_ERROR_PEER)};
+    EPMOEI_CHECK(epmoei_comm_agree_on(comm, "communicator (p2p refused)", EPMOE_OK, &may, 1));
+    *goes_on = true;
+    for (int32_t r = 0; r < comm->bootstrap.size; r++) *goes_on &= epmoei_comm_agreed_value(comm, r, 0) != 0;
+    return EPMOE_OK;
+}
+
+/* The device, the transport, and what the transport needs of all ranks. Whether memory can be mapped shows only when it
+ * is tried. */
+static epmoe_status_t join(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+{
+    epmoei_auto_facts_t facts = {0};
+    bool goes_on;
+    if (comm->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_comm_place(comm, config, &facts));
+    epmoe_status_t status = start_transport(comm, config);
+    if (status == EPMOE_OK || comm->transport != EPMOE_TRANSPORT_P2P || comm->failed != EPMOE_OK) return status;
+    EPMOEI_CHECK(agree_to_go_on(comm, config->transport == EPMOE_TRANSPORT_AUTO, status, &goes_on));
+    if (!goes_on) return status;
+    comm->ops->destroy(comm);
+    facts.p2p_is_refused = true;
+    comm->transport = epmoei_auto_transport(&facts);
+    if (comm->bootstrap.rank == 0)
+        epmoei_log(EPMOE_LOG_WARNING, "communicator: transport %s, since p2p cannot be used: %s",
+                   epmoe_transport_string(comm->transport), epmoe_last_error());
+    return start_transport(comm, config);
 }
 
 static void release(epmoe_comm_t *comm, bool failed)

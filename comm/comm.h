@@ -73,9 +73,20 @@ epmoe_status_t epmoei_comm_wait(epmoe_comm_t *comm, const char *phase, const cha
 /* The records of epmoei_comm_agree_on. */
 int64_t epmoei_comm_records_size(int32_t size);
 
+/* What AUTO on CUDA goes by; the same on all ranks. */
+typedef struct epmoei_auto_facts_t {
+    int32_t size;
+    int32_t ranks_per_device; /* the most */
+    bool one_host;
+    bool all_have_p2p, all_have_nccl; /* in their builds */
+    bool nccl_is_given;               /* config.nccl_comm */
+    bool p2p_is_refused;              /* some rank cannot map the memory of another */
+} epmoei_auto_facts_t;
+epmoe_transport_t epmoei_auto_transport(const epmoei_auto_facts_t *facts);
+
 /* CUDA, collective: takes this rank's device and makes it current, finds out who shares one, and settles the transport
  * that the ranks asked for. */
-epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *config);
+epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *config, epmoei_auto_facts_t *facts);
 /* BAD_STATE unless the communicator's device is the calling thread's current one; OK on the CPU. */
 epmoe_status_t epmoei_comm_check_device(const epmoe_comm_t *comm);
 

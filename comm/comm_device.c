@@ -1,5 +1,6 @@
 /* Devices of the ranks: which one each takes, who shares one, and the transport that follows from it. */
 #include "base/device.h"
+#include "comm/p2p.h"
 #include "comm/transport.h"
 
 #include <string.h>
@@ -47,6 +48,9 @@ static double word(const void *bytes)
     return value;
 }
 
+enum { NUMBER_WORDS = 2 };
+#define HASH_OF_NOTHING 0xCBF29CE484222325u
+
 static uint64_t hash(uint64_t seed, const void *data, size_t bytes) /* FNV-1a */
 {
     uint64_t value = seed;
@@ -54,14 +58,19 @@ static uint64_t hash(uint64_t seed, const void *data, size_t bytes) /* FNV-1a */
     return value;
 }
 
+static uint64_t hash_of_host(void)
+{
+    char host[256] = "";
+    gethostname(host, sizeof host - 1);
+    return hash(HASH_OF_NOTHING, host, strlen(host));
+}
+
 /* How many lower ranks stand where this one does: the same host, the same devices in the same order. A launcher that
  * shows every rank a device of its own makes this 0 for all. */
 static epmoe_status_t find_local_rank(epmoe_comm_t *comm, int32_t *local_rank)
 {
-    enum { NUM = 4 };
-    char host[256] = "";
-    gethostname(host, sizeof host - 1);
-    uint64_t place[2] = {hash(0xCBF29CE484222325u, host, strlen(host)), 0xCBF29CE484222325u};
+    enum { NUM = 2 * NUMBER_WORDS };
+    uint64_t place[2] = {hash_of_host(), HASH_OF_NOTHING};
     for (int32_t i = 0; i < epmoei_device_count(); i++)
         place[1] = hash(place[1], epmoei_device_info(i)->uuid, sizeof epmoei_device_info(i)->uuid);
     epmoei_agreed_t fields[NUM];
@@ -94,57 +103,75 @@ static epmoe_status_t take_device(epmoe_comm_t *comm, const epmoe_comm_config_t 
 }
 
 typedef struct sharing_t {
-    int32_t ranks;         /* the most on one device */
-    int32_t first, second; /* two that share that one */
-    bool all_have_nccl;
+    int32_t first, second; /* two ranks on one device, of those on the fullest */
 } sharing_t;
 
-enum { UUID_WORDS = 4, HAS_NCCL = UUID_WORDS, NUM_DEVICE_FIELDS = UUID_WORDS + 2 };
+enum { UUID_WORDS = 4, HOST = UUID_WORDS, HAS_P2P = HOST + NUMBER_WORDS, HAS_NCCL, NCCL_IS_GIVEN, NUM_DEVICE_FIELDS };
 
-static bool same_device(const epmoe_comm_t *comm, int32_t a, int32_t b)
+/* Whether two ranks gave the same values to fields [first, first + count). */
+static bool same_values(const epmoe_comm_t *comm, int32_t a, int32_t b, int32_t first, int32_t count)
 {
-    for (int32_t i = 0; i < UUID_WORDS; i++)
+    for (int32_t i = first; i < first + count; i++)
         if (epmoei_comm_agreed_value(comm, a, i) != epmoei_comm_agreed_value(comm, b, i)) return false;
     return true;
 }
 
 /* Compares the physical devices: an ordinal says nothing where every rank sees its own as 0. */
 static epmoe_status_t compare_devices(epmoe_comm_t *comm, const epmoe_comm_config_t *config, epmoe_status_t local,
-                                      sharing_t *sharing)
+                                      epmoei_auto_facts_t *facts, sharing_t *sharing)
 {
     const epmoei_device_info_t *info = local == EPMOE_OK ? epmoei_device_info(comm->device) : NULL;
+    const uint64_t host = hash_of_host();
     epmoei_agreed_t fields[NUM_DEVICE_FIELDS] = {
+        [HAS_P2P] = {NULL, epmoei_transport_ops(EPMOE_TRANSPORT_P2P) != NULL},
         [HAS_NCCL] = {NULL, epmoei_transport_ops(EPMOE_TRANSPORT_NCCL) != NULL},
-        [HAS_NCCL + 1] = {"nccl_comm given", config->nccl_comm != NULL},
+        [NCCL_IS_GIVEN] = {"nccl_comm given", config->nccl_comm != NULL},
     };
     for (int32_t i = 0; i < UUID_WORDS && info; i++) fields[i].value = word(info->uuid + 4 * i);
+    for (int32_t i = 0; i < NUMBER_WORDS; i++) fields[HOST + i].value = word((const char *)&host + 4 * i);
     EPMOEI_CHECK(epmoei_comm_agree_on(comm, "communicator (devices)", local, fields, NUM_DEVICE_FIELDS));
-    *sharing = (sharing_t){.all_have_nccl = true};
+    *sharing = (sharing_t){0, 0};
+    *facts = (epmoei_auto_facts_t){.size = comm->bootstrap.size,
+                                   .one_host = true,
+                                   .all_have_p2p = true,
+                                   .all_have_nccl = true,
+                                   .nccl_is_given = config->nccl_comm != NULL};
     for (int32_t a = 0; a < comm->bootstrap.size; a++) {
         int32_t ranks = 0, last = a;
         for (int32_t b = 0; b < comm->bootstrap.size; b++)
-            if (same_device(comm, a, b)) ranks++, last = b;
-        if (ranks > sharing->ranks) sharing->ranks = ranks, sharing->first = a, sharing->second = last;
-        sharing->all_have_nccl &= epmoei_comm_agreed_value(comm, a, HAS_NCCL) != 0;
+            if (same_values(comm, a, b, 0, UUID_WORDS)) ranks++, last = b;
+        if (ranks > facts->ranks_per_device) facts->ranks_per_device = ranks, *sharing = (sharing_t){a, last};
+        facts->one_host &= same_values(comm, 0, a, HOST, NUMBER_WORDS);
+        facts->all_have_p2p &= epmoei_comm_agreed_value(comm, a, HAS_P2P) != 0;
+        facts->all_have_nccl &= epmoei_comm_agreed_value(comm, a, HAS_NCCL) != 0;
     }
-    comm->ranks_per_device = sharing->ranks;
+    comm->ranks_per_device = facts->ranks_per_device;
     return EPMOE_OK;
 }
 
-static epmoe_status_t settle_transport(epmoe_comm_t *comm, const sharing_t *sharing)
+epmoe_transport_t epmoei_auto_transport(const epmoei_auto_facts_t *facts)
 {
-    bool shared = sharing->ranks > 1;
+    if (facts->size == 1) return EPMOE_TRANSPORT_LOCAL;
+    /* Kernels that wait for each other take turns on a device, some milliseconds each. */
+    if (facts->ranks_per_device > 1) return EPMOE_TRANSPORT_MPI;
+    if (facts->nccl_is_given) return EPMOE_TRANSPORT_NCCL;
+    if (facts->all_have_p2p && facts->one_host && facts->size <= EPMOEI_P2P_MAX_RANKS && !facts->p2p_is_refused)
+        return EPMOE_TRANSPORT_P2P;
+    return facts->all_have_nccl ? EPMOE_TRANSPORT_NCCL : EPMOE_TRANSPORT_MPI;
+}
+
+static epmoe_status_t settle_transport(epmoe_comm_t *comm, const epmoei_auto_facts_t *facts, const sharing_t *sharing)
+{
+    bool shared = facts->ranks_per_device > 1;
     switch (comm->transport) {
     case EPMOE_TRANSPORT_AUTO:
-        comm->transport = comm->bootstrap.size == 1           ? EPMOE_TRANSPORT_LOCAL
-                          : !shared && sharing->all_have_nccl ? EPMOE_TRANSPORT_NCCL
-                                                              : EPMOE_TRANSPORT_MPI;
+        comm->transport = epmoei_auto_transport(facts);
         if (shared && comm->bootstrap.rank == 0)
             epmoei_log(
                 EPMOE_LOG_WARNING,
                 "communicator: up to %d ranks share one device (ranks %d and %d do): transport mpi by way of host "
                 "memory, times mean nothing",
-                sharing->ranks, sharing->first, sharing->second);
+                facts->ranks_per_device, sharing->first, sharing->second);
         return EPMOE_OK;
     case EPMOE_TRANSPORT_P2P:
         if (shared && comm->bootstrap.rank == 0)
@@ -152,7 +179,7 @@ static epmoe_status_t settle_transport(epmoe_comm_t *comm, const sharing_t *shar
                 EPMOE_LOG_INFO,
                 "communicator: up to %d ranks share one device (ranks %d and %d do) over p2p: their kernels take "
                 "turns, times mean nothing",
-                sharing->ranks, sharing->first, sharing->second);
+                facts->ranks_per_device, sharing->first, sharing->second);
         return EPMOE_OK;
     case EPMOE_TRANSPORT_NCCL:
         if (!shared) return EPMOE_OK;
@@ -160,18 +187,18 @@ static epmoe_status_t settle_transport(epmoe_comm_t *comm, const sharing_t *shar
             EPMOE_ERROR_NOT_SUPPORTED,
             "config.transport is nccl: ranks %d and %d share one device (%d ranks on it), and NCCL wants "
             "a device for every rank; use mpi or auto, or fewer ranks",
-            sharing->first, sharing->second, sharing->ranks);
+            sharing->first, sharing->second, facts->ranks_per_device);
     default: return EPMOE_OK;
     }
 }
 
-epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *config)
+epmoe_status_t epmoei_comm_place(epmoe_comm_t *comm, const epmoe_comm_config_t *config, epmoei_auto_facts_t *facts)
 {
     int32_t local_rank;
     sharing_t sharing;
     EPMOEI_CHECK(find_local_rank(comm, &local_rank));
-    EPMOEI_CHECK(compare_devices(comm, config, take_device(comm, config, local_rank), &sharing));
-    epmoe_status_t local = settle_transport(comm, &sharing);
+    EPMOEI_CHECK(compare_devices(comm, config, take_device(comm, config, local_rank), facts, &sharing));
+    epmoe_status_t local = settle_transport(comm, facts, &sharing);
     const epmoei_agreed_t transport = {"transport", comm->transport};
     epmoe_status_t status = epmoei_comm_agree_on(comm, "communicator", local, &transport, 1);
     for (int32_t r = 1; r < comm->bootstrap.size && status == EPMOE_ERROR_MISMATCH; r++) {

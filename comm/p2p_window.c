@@ -62,6 +62,14 @@ typedef struct offer_t {
     void *address; /* for ranks of the same process */
 } offer_t;
 
+/* An error that says what this rank, its device or its container is not able to do. */
+static epmoe_status_t cannot(cudaError_t error, const char *what, const char *call)
+{
+    if (error == cudaSuccess) return EPMOE_OK;
+    cudaGetLastError();
+    return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "transport p2p: %s: %s: %s", what, call, cudaGetErrorString(error));
+}
+
 static epmoe_status_t make_piece(void **piece, int64_t bytes, int64_t cleared_bytes, offer_t *offer)
 {
     EPMOEI_CHECK(epmoei_memory_alloc(EPMOE_BACKEND_CUDA, piece,
@@ -70,18 +78,17 @@ static epmoe_status_t make_piece(void **piece, int64_t bytes, int64_t cleared_by
     EPMOEI_CHECK(epmoei_memory_set(EPMOE_BACKEND_CUDA, *piece, 0, cleared_bytes, NULL));
     EPMOEI_CHECK(epmoei_stream_wait(EPMOE_BACKEND_CUDA, NULL));
     offer->address = *piece;
-    EPMOEI_CUDA(cudaIpcGetMemHandle(&offer->handle, *piece));
-    return EPMOE_OK;
+    return cannot(cudaIpcGetMemHandle(&offer->handle, *piece), "this rank's device memory cannot be given to others",
+                  "cudaIpcGetMemHandle");
 }
 
 static epmoe_status_t allow_peer(int32_t device)
 {
     cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
-    if (error == cudaErrorPeerAccessAlreadyEnabled) {
-        cudaGetLastError();
-        return EPMOE_OK;
-    }
-    return epmoei_cuda_status((int32_t)error, "cudaDeviceEnablePeerAccess");
+    if (error != cudaErrorPeerAccessAlreadyEnabled)
+        return cannot(error, "a device of this process cannot reach another", "cudaDeviceEnablePeerAccess");
+    cudaGetLastError();
+    return EPMOE_OK;
 }
 
 static epmoe_status_t map_pieces(epmoe_comm_t *comm, const epmoei_places_t *places, const offer_t *offers,

@@ -2,6 +2,7 @@
  *   mpi_cuda_contract calls TRANSPORT     creation, errors, streams, capture
  *   mpi_cuda_contract auto TRANSPORT N    AUTO takes TRANSPORT, with N ranks on a device
  *   mpi_cuda_contract shared              explicit nccl with shared devices
+ *   mpi_cuda_contract refused TRANSPORT   AUTO takes TRANSPORT where the last rank cannot use p2p
  * Prints "ok" per rank and exits 0, or prints the error and exits 3. */
 #include "base/device.h"
 #include "comm/comm.h"
@@ -277,6 +278,72 @@ static void shared(void)
     exchange_expect(!comm && epmoei_now_seconds() - start < 10, "refused at once");
 }
 
+/* Instead of the runtime's and the C library's own, by the linker: what the last rank gets. */
+static bool mapping_fails, host_is_another;
+
+cudaError_t __real_cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned int flags);
+cudaError_t __wrap_cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned int flags);
+cudaError_t __wrap_cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned int flags)
+{
+    return mapping_fails ? cudaErrorInvalidValue : __real_cudaIpcOpenMemHandle(pointer, handle, flags);
+}
+
+int __real_gethostname(char *name, size_t bytes);
+int __wrap_gethostname(char *name, size_t bytes);
+int __wrap_gethostname(char *name, size_t bytes)
+{
+    if (!host_is_another) return __real_gethostname(name, bytes);
+    snprintf(name, bytes, "another");
+    return 0;
+}
+
+static void expect_refusal(const epmoe_comm_config_t *config, epmoe_status_t status, const char *words)
+{
+    epmoe_comm_t *comm = (epmoe_comm_t *)&size;
+    double start = epmoei_now_seconds();
+    exchange_must_fail(epmoe_comm_create_mpi(MPI_COMM_WORLD, config, &comm), status, words, "p2p refused");
+    exchange_expect(!comm && epmoei_now_seconds() - start < 10, "refused at once");
+}
+
+/* By name p2p is an error of all ranks, also of those that asked for AUTO; when all did, all take the next, which
+ * works. */
+static void refused(const char *transport)
+{
+    const exchange_case_t c = {.size = size,
+                               .num_experts = 10,
+                               .top_k = 3,
+                               .hidden = 200,
+                               .dtype = EPMOE_BF16,
+                               .tokens = {9, 8, 7, 6, 5, 4, 3, 2},
+                               .seed = 11};
+    const bool is_it = rank == size - 1;
+    int64_t live = epmoei_alloc_live();
+    epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
+    config.backend = CUDA;
+    config.timeout_s = 20;
+    for (int32_t i = 0; i < 2; i++) {
+        mapping_fails = is_it && i == 0;
+        host_is_another = is_it && i == 1;
+        config.transport = EPMOE_TRANSPORT_P2P;
+        if (i == 0) {
+            epmoe_status_t status = is_it ? EPMOE_ERROR_NOT_SUPPORTED : EPMOE_ERROR_PEER;
+            expect_refusal(&config, status, "cannot be mapped");
+            config.transport = rank == 0 ? EPMOE_TRANSPORT_P2P : EPMOE_TRANSPORT_AUTO;
+            expect_refusal(&config, status, "cannot be mapped");
+        } else
+            expect_refusal(&config, EPMOE_ERROR_NOT_SUPPORTED, "expected one host");
+        epmoe_comm_t *comm = exchange_comm(CUDA, EPMOE_TRANSPORT_AUTO, 20);
+        exchange_expect(epmoe_comm_transport(comm) == exchange_transport(transport), "what AUTO takes");
+        epmoe_ep_t *ep = NULL;
+        epmoe_ep_config_t ep_config = exchange_config(&c, rank);
+        exchange_must(epmoe_ep_create(comm, &ep_config, &ep));
+        check_usable(&c, ep);
+        epmoe_ep_destroy(ep);
+        epmoe_comm_destroy(comm);
+        exchange_expect(epmoei_alloc_live() == live, "memory was not given back");
+    }
+}
+
 static void expect_auto(const char *transport, int32_t ranks_per_device)
 {
     epmoe_comm_t *comm = exchange_comm(EPMOE_BACKEND_AUTO, EPMOE_TRANSPORT_AUTO, 0);
@@ -301,6 +368,8 @@ int main(int argc, char **argv)
         expect_auto(argv[2], atoi(argv[3]));
     else if (!strcmp(mode, "shared"))
         shared();
+    else if (!strcmp(mode, "refused") && argc == 3)
+        refused(argv[2]);
     else
         exchange_expect(false, "arguments");
     epmoei_stream_destroy(exchange_stream);

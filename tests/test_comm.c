@@ -401,6 +401,37 @@ Test(comm, buffer_size_of_each_transport)
     cr_assert_eq(bytes_over(config, p2p, 1, 1), bytes_over(config, mpi, 1, 1));
 }
 
+Test(comm, auto_takes_the_first_that_all_can_use)
+{
+    const epmoe_transport_t local = EPMOE_TRANSPORT_LOCAL, p2p = EPMOE_TRANSPORT_P2P, nccl = EPMOE_TRANSPORT_NCCL;
+    const epmoe_transport_t mpi = EPMOE_TRANSPORT_MPI;
+    const struct {
+        int32_t size, on_a_device;
+        bool one_host, p2p, nccl, given, refused;
+        epmoe_transport_t expected;
+    } cases[] = {
+        {1, 1, true, true, true, false, false, local},  {1, 1, true, true, true, true, false, local},
+        {2, 1, true, true, true, false, false, p2p},    {2, 1, true, true, false, false, false, p2p},
+        {32, 1, true, true, true, false, false, p2p},   {33, 1, true, true, true, false, false, nccl},
+        {33, 1, true, true, false, false, false, mpi},  {16, 1, false, true, true, false, false, nccl},
+        {16, 1, false, true, false, false, false, mpi}, {2, 1, true, false, true, false, false, nccl},
+        {2, 1, true, false, false, false, false, mpi},  {2, 1, true, true, true, false, true, nccl},
+        {2, 1, true, true, false, false, true, mpi},    {2, 1, true, true, true, true, false, nccl},
+        {2, 2, true, true, true, false, false, mpi},    {8, 4, true, true, false, false, false, mpi},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const epmoei_auto_facts_t facts = {.size = cases[i].size,
+                                           .ranks_per_device = cases[i].on_a_device,
+                                           .one_host = cases[i].one_host,
+                                           .all_have_p2p = cases[i].p2p,
+                                           .all_have_nccl = cases[i].nccl,
+                                           .nccl_is_given = cases[i].given,
+                                           .p2p_is_refused = cases[i].refused};
+        cr_expect_eq(epmoei_auto_transport(&facts), cases[i].expected, "case %zu: %s", i,
+                     epmoe_transport_string(epmoei_auto_transport(&facts)));
+    }
+}
+
 /* Hand-worked: y 3 rows of 10 f32 = 120 bytes and one capacity of 8 bytes, each rounded up to 256. */
 Test(comm, buffer_size)
 {

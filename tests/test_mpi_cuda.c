@@ -192,11 +192,23 @@ Test(mpi_cuda, shared_devices, .timeout = 300)
 /* Every rank sees a device of its own as ordinal 0. */
 Test(mpi_cuda, one_visible_device_per_rank, .timeout = 300)
 {
-    need_nccl();
+    need_devices(2);
     static const char wrapper[] = "sh -c 'CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK exec \"$0\" \"$@\"'";
-    expect_ok(2, 60, "", "contract auto nccl 1");
-    expect_ok(2, 60, wrapper, "contract auto nccl 1");
+    expect_ok(2, 60, "", "contract auto p2p 1");
+    expect_ok(2, 60, wrapper, "contract auto p2p 1");
     expect_ok(2, 150, wrapper, with_seed("exchange cases", "auto"));
+    need_nccl();
+    expect_ok(2, 150, wrapper, with_seed("exchange cases", "nccl"));
+}
+
+Test(mpi_cuda, auto_where_peer_memory_is_refused, .timeout = 300)
+{
+    need_devices(2);
+#if EPMOE_HAVE_NCCL
+    expect_ok(2, 120, "", "contract refused nccl");
+#else
+    expect_ok(2, 120, "", "contract refused mpi");
+#endif
 }
 
 static void expect_fault(int32_t ranks, const char *options, const char *kind, const char *transport, bool reporting)

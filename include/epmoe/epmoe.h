@@ -991,7 +991,8 @@ typedef struct epmoe_ep epmoe_ep_t;     /* the buffers and plan of one dispatch/
 struct ncclComm;                        /* NCCL's communicator, by NCCL's own tag */
 
 typedef enum epmoe_transport_t {
-    EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, otherwise NCCL or MPI: see epmoe_comm_create */
+    EPMOE_TRANSPORT_AUTO = 0,  /* LOCAL for one rank, MPI on the CPU and where ranks share a device, otherwise the first
+                                  that all ranks can use of P2P, NCCL and MPI */
     EPMOE_TRANSPORT_LOCAL = 1, /* one rank */
     EPMOE_TRANSPORT_MPI = 2,  /* host buffers through the bootstrap's exchange callbacks (MPI's, or the caller's); CUDA:
                                  by way of page-locked memory, also where ranks share a device */
@@ -1070,8 +1071,10 @@ typedef struct epmoe_comm_config_t {
  * until `release`. On success the communicator owns the bootstrap; on failure *comm is NULL and `release` has been
  * called.
  * CUDA: makes the device current in the calling thread, where it must be so in every call on the communicator and its
- * objects (BAD_STATE otherwise). AUTO takes NCCL when this build has it and every rank has a device of its own, MPI
- * otherwise; see epmoe_comm_ranks_per_device. P2P is taken by name.
+ * objects (BAD_STATE otherwise). AUTO takes MPI where ranks share a device, see epmoe_comm_ranks_per_device. Where
+ * every rank has its own it takes P2P, unless ranks are on several hosts, more than 32, or one cannot map the memory of
+ * another, which is tried; then NCCL where every rank's build has it, then MPI. With nccl_comm it takes NCCL. All ranks
+ * take the same, also when only one of them cannot use P2P.
  * Errors: MISMATCH (all ranks, naming field, ranks and values) when configs or backends differ; NOT_SUPPORTED for a
  * transport that some rank cannot use, such as NCCL where ranks share a device: before any NCCL communicator is made;
  * TIMEOUT. */
@@ -1084,7 +1087,7 @@ EPMOE_API int32_t epmoe_comm_rank(const epmoe_comm_t *comm);
 EPMOE_API int32_t epmoe_comm_size(const epmoe_comm_t *comm);
 EPMOE_API epmoe_transport_t epmoe_comm_transport(const epmoe_comm_t *comm);
 /* The largest number of ranks that share one device: 1 when every rank has its own, 0 on the CPU. Where it is above 1
- * AUTO takes MPI, and times say nothing about the hardware. */
+ * AUTO takes MPI, P2P must be asked for, and times say nothing about the hardware. */
 EPMOE_API int32_t epmoe_comm_ranks_per_device(const epmoe_comm_t *comm);
 /* The first failure that made the communicator unusable (a timeout, a transport failure), OK while it is healthy.
  * After it, every collective call returns BAD_STATE at once. Errors that all ranks agreed on (MISMATCH, CAPACITY,
