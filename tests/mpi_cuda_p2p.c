@@ -6,7 +6,8 @@
  *   mpi_cuda_p2p graph SEED N       N replays of a graph with two dispatches in flight, one of them with copies of
  *                                   experts, other routing and T each time;
  *                                   graph-fp8: one of them with FP8 on the wire; graph-few, graph-few-fp8: replays
- *                                   for very few tokens, eager calls in between for any number
+ *                                   for very few tokens; graphs, graphs-fp8: replays of four graphs of different
+ *                                   sizes. Eager calls for any number in between
  *   mpi_cuda_p2p errors             what one rank does wrong, and too many rows, reach all; errors-few: with very few
  *                                   tokens
  *   mpi_cuda_p2p calls              what is an error of one rank alone, and what is none
@@ -121,11 +122,12 @@ static void free_layer(layer_t *layer)
     exchange_guarded_free(layer->y, MAX_T * kRow);
 }
 
-static void put_inputs(layer_t *layer)
+/* For so many calls. */
+static void put_inputs(layer_t *layer, int32_t calls)
 {
     exchange_inputs_t inputs = exchange_inputs(&layer->c, rank);
     int64_t slots = (int64_t)inputs.num_tokens * layer->c.top_k * 4;
-    exchange_add_load(&layer->c, &inputs, layer->load_due);
+    for (int32_t i = 0; i < calls; i++) exchange_add_load(&layer->c, &inputs, layer->load_due);
     exchange_must(epmoei_memory_copy(CUDA, layer->in.x, inputs.x, inputs.num_tokens * kRow, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->in.ids, inputs.ids, slots, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->in.weights, inputs.weights, slots, exchange_stream));
@@ -135,11 +137,11 @@ static void put_inputs(layer_t *layer)
 }
 
 /* Experts return x: y of a token is x times the number of its ranks. */
-static void enqueue_dispatch(layer_t *layer, const int32_t *tokens_dev, int32_t num_tokens)
+static void enqueue_dispatch(layer_t *layer, const int32_t *tokens_dev, int32_t num_tokens, int32_t max_rank_tokens)
 {
     epmoe_dispatch_args_t args = exchange_dispatch_args(&layer->in, num_tokens);
     args.num_tokens_dev = tokens_dev;
-    args.max_rank_tokens = MAX_T;
+    args.max_rank_tokens = max_rank_tokens;
     args.expert_load = layer->load;
     exchange_must(epmoe_dispatch(layer->ep, &args, &layer->rows, exchange_stream));
     exchange_must(epmoei_memory_copy(CUDA, layer->rows.y, layer->rows.x, layer->rows.max_rows * kRow, exchange_stream));
@@ -191,49 +193,100 @@ static void check_layer(const layer_t *layer, const char *what)
     exchange_inputs_free(&inputs);
 }
 
-/* The rows of the second dispatch travel as `wire`; the graph is for up to most_tokens. */
-static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire, int32_t most_tokens)
+/* Both dispatches in flight at once. */
+static void enqueue_layers(layer_t layers[2], const int32_t *tokens_dev, int32_t num_tokens, int32_t max_rank_tokens)
+{
+    for (int32_t i = 0; i < 2; i++) enqueue_dispatch(&layers[i], tokens_dev, num_tokens, max_rank_tokens);
+    for (int32_t i = 1; i >= 0; i--) enqueue_combine(&layers[i]);
+}
+
+typedef struct graph_t {
+    int32_t most_tokens; /* of a rank */
+    cudaGraphExec_t executable;
+    epmoe_dispatch_result_t rows[2]; /* of the layers */
+} graph_t;
+
+static graph_t capture(layer_t layers[2], const int32_t *tokens_dev, int32_t most_tokens)
+{
+    graph_t graph = {.most_tokens = most_tokens};
+    cudaGraph_t captured;
+    exchange_expect(cudaStreamBeginCapture(exchange_stream, cudaStreamCaptureModeGlobal) == cudaSuccess,
+                    "capture begins");
+    epmoei_alloc_fail_at(1);
+    enqueue_layers(layers, tokens_dev, most_tokens, most_tokens);
+    epmoei_alloc_fail_at(0);
+    exchange_expect(cudaStreamEndCapture(exchange_stream, &captured) == cudaSuccess &&
+                        cudaGraphInstantiate(&graph.executable, captured, 0) == cudaSuccess,
+                    "dispatch and combine can be captured");
+    for (int32_t i = 0; i < 2; i++) graph.rows[i] = layers[i].rows;
+    cudaGraphDestroy(captured);
+    return graph;
+}
+
+enum { MAX_GRAPHS = 4, MAX_CALLS = 4 };
+
+/* Calls that are enqueued one behind the other, the same on every rank. */
+typedef struct calls_t {
+    int32_t num;
+    int32_t graph[MAX_CALLS]; /* -1 = eager */
+    int32_t most_tokens;      /* that all of them take */
+} calls_t;
+
+static calls_t draw_calls(testing_rng_t *rng, int32_t round, const graph_t *graphs, int32_t num_graphs)
+{
+    calls_t calls = {.num = round % 3 == 2 ? MAX_CALLS : 1, .most_tokens = MAX_T};
+    for (int32_t i = 0; i < calls.num; i++) {
+        calls.graph[i] = testing_range(rng, 0, 4) ? testing_range(rng, 0, num_graphs - 1) : -1;
+        int32_t most = calls.graph[i] < 0 ? MAX_T : graphs[calls.graph[i]].most_tokens;
+        if (most < calls.most_tokens) calls.most_tokens = most;
+    }
+    return calls;
+}
+
+/* The device counts dispatches of either kind. */
+static void run_calls(const calls_t *calls, const graph_t *graphs, layer_t layers[2], int32_t num_tokens)
+{
+    for (int32_t i = 0; i < calls->num; i++) {
+        const graph_t *graph = &graphs[calls->graph[i] < 0 ? 0 : calls->graph[i]];
+        if (calls->graph[i] < 0)
+            enqueue_layers(layers, NULL, num_tokens, MAX_T);
+        else
+            exchange_expect(cudaGraphLaunch(graph->executable, exchange_stream) == cudaSuccess, "the graph runs");
+        for (int32_t l = 0; l < 2 && calls->graph[i] >= 0; l++) layers[l].rows = graph->rows[l];
+    }
+}
+
+/* The rows of the second dispatch travel as `wire`. A graph for each of the most tokens, replayed and mixed with eager
+ * calls of any number in an order that is drawn; every third time several without a wait between them. */
+static void graph(uint64_t seed, int32_t num, epmoe_dtype_t wire, const int32_t *most_tokens, int32_t num_graphs)
 {
     testing_rng_t rng = testing_rng(seed);
     epmoe_comm_t *comm = p2p_comm(0);
     layer_t layers[2] = {make_layer(comm, 24, 4, EPMOE_DTYPE_NONE, &rng),
                          make_layer(comm, 1 + size / 2, 2, wire, NULL)};
     int32_t *tokens_dev = exchange_put(NULL, 4);
-    cudaGraph_t captured;
-    cudaGraphExec_t executable;
-    exchange_expect(cudaStreamBeginCapture(exchange_stream, cudaStreamCaptureModeGlobal) == cudaSuccess,
-                    "capture begins");
-    epmoei_alloc_fail_at(1);
-    for (int32_t i = 0; i < 2; i++) enqueue_dispatch(&layers[i], tokens_dev, most_tokens);
-    for (int32_t i = 1; i >= 0; i--) enqueue_combine(&layers[i]);
-    epmoei_alloc_fail_at(0);
-    exchange_expect(cudaStreamEndCapture(exchange_stream, &captured) == cudaSuccess &&
-                        cudaGraphInstantiate(&executable, captured, 0) == cudaSuccess,
-                    "dispatch and combine can be captured");
+    graph_t graphs[MAX_GRAPHS];
+    for (int32_t i = 0; i < num_graphs; i++) graphs[i] = capture(layers, tokens_dev, most_tokens[i]);
     for (int32_t round = 0; round < num; round++) {
-        bool eager = round % 5 == 4; /* the device counts dispatches of either kind */
+        const calls_t calls = draw_calls(&rng, round, graphs, num_graphs);
         draw_tokens(&layers[0].c, &rng);
-        for (int32_t r = 0; r < EXCHANGE_RANKS && !eager; r++) layers[0].c.tokens[r] %= most_tokens + 1;
+        for (int32_t r = 0; r < EXCHANGE_RANKS; r++) layers[0].c.tokens[r] %= calls.most_tokens + 1;
         memcpy(layers[1].c.tokens, layers[0].c.tokens, sizeof layers[1].c.tokens);
         layers[1].c.seed = testing_next(&rng);
         int32_t num_tokens = layers[0].c.tokens[rank % EXCHANGE_RANKS];
         exchange_must(epmoei_memory_copy(CUDA, tokens_dev, &num_tokens, 4, exchange_stream));
-        for (int32_t i = 0; i < 2; i++) put_inputs(&layers[i]);
-        if (eager) {
-            for (int32_t i = 0; i < 2; i++) enqueue_dispatch(&layers[i], NULL, num_tokens);
-            for (int32_t i = 1; i >= 0; i--) enqueue_combine(&layers[i]);
-        } else
-            exchange_expect(cudaGraphLaunch(executable, exchange_stream) == cudaSuccess, "the graph runs");
+        for (int32_t i = 0; i < 2; i++) put_inputs(&layers[i], calls.num);
+        run_calls(&calls, graphs, layers, num_tokens);
         exchange_must(epmoei_stream_wait(CUDA, exchange_stream));
         exchange_must(epmoe_comm_get_async_error(comm));
         for (int32_t i = 0; i < 2; i++) {
-            char what[64];
-            snprintf(what, sizeof what, "round %d (%s), dispatch %d", round, eager ? "eager" : "replay", i);
+            char what[96];
+            snprintf(what, sizeof what, "round %d, %d calls, the last of graph %d (-1 = eager), dispatch %d", round,
+                     calls.num, calls.graph[calls.num - 1], i);
             check_layer(&layers[i], what);
         }
     }
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(captured);
+    for (int32_t i = 0; i < num_graphs; i++) cudaGraphExecDestroy(graphs[i].executable);
     epmoei_memory_free(CUDA, tokens_dev);
     for (int32_t i = 0; i < 2; i++) free_layer(&layers[i]);
     epmoe_comm_destroy(comm);
@@ -425,6 +478,8 @@ int main(int argc, char **argv)
 {
     const char *mode = argc > 1 ? argv[1] : "";
     exchange_start(&argc, &argv, &rank, &size);
+    /* All tokens; so few that rows are staged; between; one. */
+    const int32_t sizes[MAX_GRAPHS] = {MAX_T, 4 / size, 17, 1};
     /* The stream belongs to the device that the communicator will take. */
     exchange_expect(epmoei_device_count() > 0, epmoei_device_absence());
     exchange_must(epmoei_device_set(rank % epmoei_device_count()));
@@ -434,13 +489,17 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "rounds-fp8") && argc == 4)
         rounds(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3);
     else if (!strcmp(mode, "graph") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, MAX_T);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, sizes, 1);
     else if (!strcmp(mode, "graph-fp8") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, MAX_T);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, sizes, 1);
     else if (!strcmp(mode, "graph-few") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, 4 / size);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, &sizes[1], 1);
     else if (!strcmp(mode, "graph-few-fp8") && argc == 4)
-        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, 4 / size);
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, &sizes[1], 1);
+    else if (!strcmp(mode, "graphs") && argc == 4)
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_DTYPE_NONE, sizes, MAX_GRAPHS);
+    else if (!strcmp(mode, "graphs-fp8") && argc == 4)
+        graph(strtoull(argv[2], NULL, 10), atoi(argv[3]), EPMOE_F8_E4M3, sizes, MAX_GRAPHS);
     else if (!strcmp(mode, "errors") && argc == 2)
         errors(false);
     else if (!strcmp(mode, "errors-few") && argc == 2)

@@ -126,6 +126,9 @@ Test(mpi_cuda, graphs_over_peer_memory, .timeout = 900)
     expect_ok(2, 200, "", with_seed("p2p graph-few", "100"));
     expect_ok(4, 200, "", with_seed("p2p graph-few", "40"));
     expect_ok(2, 200, "", with_seed("p2p graph-few-fp8", "100"));
+    expect_ok(2, 200, "", with_seed("p2p graphs", "200"));
+    expect_ok(2, 200, "", with_seed("p2p graphs-fp8", "200"));
+    expect_ok(4, 200, "", with_seed("p2p graphs", "40"));
 }
 
 Test(mpi_cuda, contract_over_peer_memory, .timeout = 900)
