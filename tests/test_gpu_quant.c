@@ -63,15 +63,35 @@ Test(gpu_quant, golden_checkpoints_by_fp8)
 }
 
 #if EPMOE_HAVE_MPI
+static void check_over_two_ranks(const char *golden, const char *settings)
+{
+    testing_process_t process = testing_run(240, "%s '" EPMOE_TEST_BIN "/moe_tool' check '" GOLDEN "%s' %s",
+                                            testing_mpirun(2), golden, settings);
+    cr_expect_eq(process.exit_code, 0, "%s %s: exit %d: %s%s", golden, settings, process.exit_code, process.output,
+                 process.errors);
+    cr_expect(strstr(process.output, "layers.0.moe"), "%s %s: %s", golden, settings, process.output);
+    testing_process_free(&process);
+}
+
 Test(gpu_quant, golden_checkpoints_over_two_ranks)
 {
     GPU_TEST_NEEDS_DEVICE();
-    for (size_t i = 0; i < sizeof goldens / sizeof goldens[0]; i++) {
-        testing_process_t process =
-            testing_run(240, "%s '" EPMOE_TEST_BIN "/moe_tool' check '" GOLDEN "%s'", testing_mpirun(2), goldens[i]);
-        cr_expect_eq(process.exit_code, 0, "%s: exit %d: %s%s", goldens[i], process.exit_code, process.output,
-                     process.errors);
-        testing_process_free(&process);
+    for (size_t i = 0; i < sizeof goldens / sizeof goldens[0]; i++) check_over_two_ranks(goldens[i], "");
+}
+
+/* By name, of every way to store weights one. Ranks may share the device, which NCCL does not allow. */
+Test(gpu_quant, golden_checkpoints_by_transport)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const char *const checked[] = {"deepseek_v3_fp8", "qwen3_moe_gptq", "gpt_oss_mxfp4", "deepseek_v3_ct_w4"};
+    for (size_t i = 0; i < sizeof checked / sizeof checked[0]; i++) {
+        check_over_two_ranks(checked[i], "--transport p2p");
+        check_over_two_ranks(checked[i], "--transport mpi");
+#if EPMOE_HAVE_NCCL
+        int devices = 0;
+        cr_assert_eq(cudaGetDeviceCount(&devices), cudaSuccess);
+        if (devices > 1) check_over_two_ranks(checked[i], "--transport nccl");
+#endif
     }
 }
 #endif
