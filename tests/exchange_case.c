@@ -40,6 +40,7 @@ exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size)
 void exchange_place(testing_rng_t *rng, exchange_case_t *c)
 {
     int32_t n = c->num_experts;
+    if (n > EXCHANGE_MAX_PLACED) abort();
     c->num_physical = n + testing_range(rng, 0, n + 2);
     for (int32_t p = 0; p < c->num_physical; p++) c->placement[p] = p < n ? p : testing_range(rng, 0, n - 1);
     for (int32_t p = c->num_physical - 1; p > 0; p--) {

@@ -6,7 +6,7 @@
 
 #include "tests/testing.h"
 
-enum { EXCHANGE_MAX_PHYSICAL = 128, EXCHANGE_RANKS = 16 };
+enum { EXCHANGE_MAX_PLACED = 64, EXCHANGE_MAX_PHYSICAL = 2 * EXCHANGE_MAX_PLACED + 2, EXCHANGE_RANKS = 16 };
 
 typedef struct exchange_case_t {
     int32_t size, num_experts, top_k, hidden;
@@ -35,7 +35,7 @@ typedef struct exchange_inputs_t {
 exchange_case_t exchange_random_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* The same with FP8 on the wire, at widths around the 128 columns of a scale. */
 exchange_case_t exchange_coded_case(testing_rng_t *rng, int32_t i, int32_t size);
-/* Gives a case of at most 64 experts a random placement, with up to as many copies again. */
+/* Gives a case of at most EXCHANGE_MAX_PLACED experts a random placement, with up to as many copies again and two. */
 void exchange_place(testing_rng_t *rng, exchange_case_t *c);
 /* A random case with one; some with FP8 on the wire. */
 exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size);

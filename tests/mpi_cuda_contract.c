@@ -16,6 +16,8 @@
 #include <unistd.h>
 
 #define CUDA EPMOE_BACKEND_CUDA
+/* What a device that other programs use needs to start or to end; a wait for a peer that never comes takes longer. */
+#define LONG_S 15
 
 static int32_t rank, size;
 
@@ -260,7 +262,7 @@ static void calls(epmoe_transport_t transport)
     double start = epmoei_now_seconds();
     if (rank == 0) sleep(1);
     epmoe_comm_destroy(comm);
-    exchange_expect(epmoei_now_seconds() - start < 3, "destroying waits for a peer");
+    exchange_expect(epmoei_now_seconds() - start < LONG_S, "destroying waits for a peer until the timeout");
     exchange_expect(epmoei_alloc_live() == live, "memory was not given back");
     local();
 }
@@ -275,7 +277,7 @@ static void shared(void)
     double start = epmoei_now_seconds();
     exchange_must_fail(epmoe_comm_create_mpi(MPI_COMM_WORLD, &config, &comm), EPMOE_ERROR_NOT_SUPPORTED,
                        "share one device", "nccl with shared devices");
-    exchange_expect(!comm && epmoei_now_seconds() - start < 10, "refused at once");
+    exchange_expect(!comm && epmoei_now_seconds() - start < LONG_S, "refused at once");
 }
 
 /* Instead of the runtime's and the C library's own, by the linker: what the last rank gets. */
@@ -302,7 +304,7 @@ static void expect_refusal(const epmoe_comm_config_t *config, epmoe_status_t sta
     epmoe_comm_t *comm = (epmoe_comm_t *)&size;
     double start = epmoei_now_seconds();
     exchange_must_fail(epmoe_comm_create_mpi(MPI_COMM_WORLD, config, &comm), status, words, "p2p refused");
-    exchange_expect(!comm && epmoei_now_seconds() - start < 10, "refused at once");
+    exchange_expect(!comm && epmoei_now_seconds() - start < LONG_S, "refused at once");
 }
 
 /* By name p2p is an error of all ranks, also of those that asked for AUTO; when all did, all take the next, which
