@@ -154,6 +154,7 @@ int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args)
 
 typedef struct product_t {
     epmoe_status_t (*run)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*chained)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream); /* or NULL */
     int64_t (*workspace)(const epmoe_grouped_gemm_args_t *args);
 } product_t;
 
@@ -165,13 +166,14 @@ static epmoe_status_t choose(const epmoe_grouped_gemm_args_t *args, product_t *p
     EPMOEI_CHECK(epmoei_kernels(args->backend, &kernels));
     EPMOEI_CHECK(epmoe_backend_resolve(args->backend, &backend));
     if (backend != EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_weight_check_rows(&args->weight, "weight"));
-    *product = (product_t){kernels->grouped_gemm, kernels->grouped_gemm_workspace};
+    *product = (product_t){kernels->grouped_gemm, kernels->grouped_gemm_chained, kernels->grouped_gemm_workspace};
     if (backend != EPMOE_BACKEND_CUDA || !epmoei_format_is_quantised(args->weight.format)) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(args));
     if (args->weight.format == EPMOE_FORMAT_FP8_BLOCK)
-        *product = (product_t){kernels->grouped_gemm_fp8, kernels->grouped_gemm_fp8_workspace};
+        *product = (product_t){kernels->grouped_gemm_fp8, NULL, kernels->grouped_gemm_fp8_workspace};
     else
-        *product = (product_t){kernels->grouped_gemm_w4, kernels->grouped_gemm_w4_workspace};
+        *product =
+            (product_t){kernels->grouped_gemm_w4, kernels->grouped_gemm_w4_chained, kernels->grouped_gemm_w4_workspace};
     return EPMOE_OK;
 }
 
@@ -186,7 +188,7 @@ epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t
     return EPMOE_OK;
 }
 
-epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
 {
     epmoe_grouped_gemm_args_t checked;
     product_t product;
@@ -202,5 +204,15 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
         EPMOEI_CHECK(check_rows(&checked));
         EPMOEI_CHECK(check_indices(&checked));
     }
-    return product.run(&checked, stream);
+    return chained && product.chained ? product.chained(&checked, stream) : product.run(&checked, stream);
+}
+
+epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, false, stream);
+}
+
+epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, true, stream);
 }

@@ -23,6 +23,10 @@ extern "C" {
 /* Checks and normalises: after it every default of `out` is filled in. */
 epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out);
 
+/* epmoe_grouped_gemm right after the launch that wrote x, which waited for all before it, where everything else was
+ * there before that launch: what does not wait for x may begin while it still runs. */
+epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+
 /* The row of a quantised weight at which its second half begins, as epmoei_quant_t wants it; 0 = there is none. */
 int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args);
 
@@ -37,8 +41,6 @@ int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args)
 epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
-/* The same right after the call that wrote x, where everything else was there before that call began: what does not
- * wait for x begins while that call still runs. */
 epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 /* What every CUDA tier needs beyond epmoei_grouped_gemm_check: types, K a multiple of 8, alignment. */
 epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gemm_args_t *args);

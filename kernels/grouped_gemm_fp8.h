@@ -48,7 +48,8 @@ epmoei_fp8_tile_t epmoei_fp8_tile_sm90(int32_t num_experts, int64_t max_rows);
 epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_fp8_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
 /* The same for arguments that it takes, with x in place of args->x and y in place of args->y where not NULL. y is what
- * args->y_dtype would round to, quantised; it takes y_sorted. */
+ * args->y_dtype would round to, quantised; it takes y_sorted. The launch right before wrote x, and all else is older,
+ * as epmoei_grouped_gemm_chained has it. */
 epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *x,
                                                  const epmoei_fp8_rows_t *y, epmoe_stream_t stream);
 

@@ -108,6 +108,10 @@ struct block_t {
 };
 
 __device__ __forceinline__ int32_t first_scale(const tile_t &tile) { return tile.row % kScaleRun; }
+__device__ __forceinline__ uint32_t scale_bytes(const tile_t &tile)
+{
+    return (first_scale(tile) + tile.rows + kScaleRun - 1) / kScaleRun * kScaleRun * 4;
+}
 
 /* Tiles of an expert follow each other, its token tiles fastest, so that blocks that run together share weights. All
  * but an expert's last tile are whole: 64 tokens cost the same as one. A tile here is `clusters` clusters' worth of

@@ -29,36 +29,63 @@
 namespace
 {
 
-/* One warp. Scales come by the copy that takes bytes: a tile begins at any row, and a box of theirs would then begin
- * off the 16 bytes to which the innermost coordinate of a tensor of floats has to be aligned. */
+/* The weights of a step into its stage, whose barrier then also waits for the tokens. */
+__device__ __forceinline__ void load_weights(const gemm_params_t &p, const block_t &b, const walk_t &at,
+                                             const ring_t &ring, const CUtensorMap *w_map)
+{
+    const uint32_t done = ptx_shared_address(b.barriers->full) + 8 * ring.stage;
+    ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kTileK + scale_bytes(at.tile));
+    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kTileK, p.gated ? 0 : at.block * kTileW,
+                    0, p.gated ? at.block * (kTileW / 16) : 0, at.tile.expert);
+}
+
+/* Scales come by the copy that takes bytes: a tile begins at any row, and a box of theirs would then begin off the 16
+ * bytes to which the innermost coordinate of a tensor of floats has to be aligned. */
+__device__ __forceinline__ void load_tokens(const block_t &b, const epmoei_fp8_rows_t &x, const walk_t &at,
+                                            const ring_t &ring, const x_maps_t *x_maps)
+{
+    const uint32_t done = ptx_shared_address(b.barriers->full) + 8 * ring.stage;
+    ptx_bulk_load(ptx_shared_address(b.scales) + ring.stage * b.scales_each * 4,
+                  x.scales + at.step * x.stride + at.tile.row - first_scale(at.tile), scale_bytes(at.tile), done);
+    if (at.part == 0) return; /* 8 tokens: all of them are the other block's */
+    const int32_t first = at.block & (b.line.cluster - 1) ? at.tile.width - at.part : 0;
+    const uint32_t to = b.base + ring.stage * b.stage_bytes + kWeightBytes + first * kTileK;
+    const CUtensorMap *map = &x_maps->map[at.part / 8 - 1];
+    if (b.line.cluster == 1)
+        ptx_tma_load_2d(to, map, done, at.step * kTileK, at.tile.row);
+    else
+        ptx_tma_load_2d_multicast(to, map, done, at.step * kTileK, at.tile.row + first, 3);
+}
+
+/* One warp. Only x comes from the kernel before this one: the first stages' weights are on their way while that one
+ * ends. */
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const epmoei_fp8_rows_t &x,
                                         const CUtensorMap *w_map, const x_maps_t *x_maps)
 {
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    const uint32_t scales = ptx_shared_address(b.scales);
+    const uint32_t empty = ptx_shared_address(b.barriers->empty);
     ring_t ring = {0, 0};
     walk_t at;
     at.index = b.first_tile;
-    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        const uint32_t to = b.base + ring.stage * b.stage_bytes, done = full + 8 * ring.stage;
-        const int32_t k = at.step * kTileK, block = at.block;
-        const int32_t skipped = first_scale(at.tile);
-        const uint32_t scale_bytes = (skipped + at.tile.rows + kScaleRun - 1) / kScaleRun * kScaleRun * 4;
+    bool more = at.enter(p, b);
+    int32_t early = 0;
+    for (; more && early < b.line.stages; early++, ring.advance(b.line.stages)) {
+        if (ptx_elect_one()) load_weights(p, b, at, ring, w_map);
+        more = at.advance(p, b);
+    }
+    ring = {0, 0};
+    at.index = b.first_tile;
+    more = at.enter(p, b);
+    epmoei_begin_dependent();
+    for (; early > 0; early--, ring.advance(b.line.stages)) {
+        if (ptx_elect_one()) load_tokens(b, x, at, ring, x_maps);
+        more = at.advance(p, b);
+    }
+    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (!ptx_elect_one()) continue;
-        ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kTileK + scale_bytes);
-        ptx_tma_load_5d(to, w_map, done, k, p.gated ? 0 : block * kTileW, 0, p.gated ? block * (kTileW / 16) : 0,
-                        at.tile.expert);
-        ptx_bulk_load(scales + ring.stage * b.scales_each * 4, x.scales + at.step * x.stride + at.tile.row - skipped,
-                      scale_bytes, done);
-        if (at.part == 0) continue; /* 8 tokens: all of them are the other block's */
-        const int32_t first = at.block & (b.line.cluster - 1) ? at.tile.width - at.part : 0;
-        const uint32_t x_to = to + kWeightBytes + first * kTileK;
-        const CUtensorMap *x_map = &x_maps->map[at.part / 8 - 1];
-        if (b.line.cluster == 1)
-            ptx_tma_load_2d(x_to, x_map, done, k, at.tile.row);
-        else
-            ptx_tma_load_2d_multicast(x_to, x_map, done, k, at.tile.row + first, 3);
+        if (ptx_elect_one()) {
+            load_weights(p, b, at, ring, w_map);
+            load_tokens(b, x, at, ring, x_maps);
+        }
     }
 }
 
@@ -351,8 +378,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx_fence_barrier_init();
     }
-    epmoei_wait_for_predecessor();
-    epmoei_allow_dependent();
     int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
     b.cumulative = cumulative;
     b.clusters = (p.n + kTileW * line.cluster - 1) / kTileW >> (line.cluster - 1);
@@ -376,6 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         consume(p, y, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+    epmoei_wait_for_predecessor();            /* nor does this kernel end before the one before it */
 }
 
 weight_scales_t weight_scales(const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p)

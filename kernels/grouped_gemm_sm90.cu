@@ -69,20 +69,19 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
     cut_t cut = {};
     if (more) cut = cut_for(b, at.tile);
     if (p.chained) {
-        walk_t first = at;
-        ring_t place = ring;
         int32_t early = 0;
-        for (; more && early < cut.stages; early++) {
+        for (; more && early < cut.stages; early++, ring.advance(cut.stages)) {
             if (at.step == 0 && cut_for(b, at.tile).stages != cut.stages) break;
             if (ptx_elect_one()) load_weights(b, at, cut, ring, w_map);
             more = at.advance(p, b);
-            ring.advance(cut.stages);
         }
+        ring = {0, 0};
+        at.index = b.first_tile;
+        more = at.enter(p, b);
         epmoei_begin_dependent();
-        for (; early > 0; early--) {
-            if (ptx_elect_one()) load_tokens(b, first, cut, place, x_maps);
-            first.advance(p, b);
-            place.advance(cut.stages);
+        for (; early > 0; early--, ring.advance(cut.stages)) {
+            if (ptx_elect_one()) load_tokens(b, at, cut, ring, x_maps);
+            more = at.advance(p, b);
         }
     }
     for (; more; more = at.advance(p, b), ring.advance(cut.stages)) {
@@ -412,7 +411,7 @@ static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, e
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
     EPMOEI_CHECK_ALIGNED(args->workspace, 16);
-    chained = chained && !needs_gather(args);
+    chained = chained || needs_gather(args); /* the pass that brings x's rows waits for all before it */
     return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, chained, stream)
                                        : launch<__half>(args, chained, stream);
 }

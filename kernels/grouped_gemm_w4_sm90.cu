@@ -26,50 +26,98 @@
 namespace
 {
 
-/* One warp: lanes 0 to 3 copy codes, 4 to 7 scales, 8 to 11 zeros, of a tile of 64 rows each; from 16 on each copies a
- * block of x. */
-template <kind_t kKind, typename Cut>
-__device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
-                                        const x_maps_t *x_maps)
-{
+/* What a lane of the producer copies: lanes 0 to 3 codes, 4 to 7 scales, 8 to 11 zeros, of a tile of 64 rows each; from
+ * 16 on each a block of x. */
+template <kind_t kKind, typename Cut> struct copies_t {
     static_assert(kCutTiles<Cut> <= 4 && Cut::kDepth <= 16, "lanes enough");
-    const int lane = threadIdx.x % 32, kind = lane / 4, w_place = lane % 4;
-    const int depth = lane - 16;
-    const uint32_t full = ptx_shared_address(b.barriers->full);
-    const char *source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
-    /* Unsigned: a sign would be kept beside it. */
-    const uint32_t unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
-    const uint32_t slot = unit * Cut::kDepth * (kind == 0 || kKind == W4_LONG ? 1 : 2);
-    const uint32_t target = (kind == 0   ? b.line.layout.codes
-                             : kind == 1 ? b.line.layout.scales
-                                         : b.line.layout.zeros) +
-                            w_place * slot;
-    ring_t ring = {0, 0};
-    walk_t<Cut, kKind == W4_LONG> at;
-    at.index = b.first_tile;
-    for (bool more = at.enter(p, w, b); more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
-        const uint32_t to = b.base + ring.stage * b.line.layout.stage_bytes, done = full + 8 * ring.stage;
-        wait_barrier(done + kEmptyFromFull, ring.parity ^ 1);
-        if (lane == 0) {
+    typedef walk_t<Cut, kKind == W4_LONG> at_t;
+    const char *source;
+    uint32_t unit;   /* unsigned: a sign would be kept beside it */
+    uint32_t target; /* in a stage */
+    int32_t kind;    /* 0 codes, 1 scales, 2 zeros, above none of the three */
+    int32_t w_place; /* which of the tiles of 64 rows */
+    int32_t depth;   /* which of the blocks of x, if any */
+
+    __device__ __forceinline__ copies_t(const weights_t &w, const block_t &b)
+    {
+        const int32_t lane = threadIdx.x % 32;
+        kind = lane / 4, w_place = lane % 4, depth = lane - 16;
+        source = kind == 0 ? w.data : kind == 1 ? w.scales : w.zeros;
+        unit = kind == 0 ? EPMOEI_TILE_BYTES : kind == 1 ? w.scales_bytes : EPMOEI_TILE_ROWS;
+        const uint32_t slot = unit * Cut::kDepth * (kind == 0 || kKind == W4_LONG ? 1 : 2);
+        target = (kind == 0   ? b.line.layout.codes
+                  : kind == 1 ? b.line.layout.scales
+                              : b.line.layout.zeros) +
+                 w_place * slot;
+    }
+    /* A stage's weights; its barrier then also waits for the tokens. */
+    __device__ __forceinline__ void load_weights(const weights_t &w, const block_t &b, const at_t &at,
+                                                 const ring_t &ring) const
+    {
+        const uint32_t done = ptx_shared_address(b.barriers->full) + 8 * ring.stage;
+        if (threadIdx.x % 32 == 0) {
             const int32_t group_bytes = w.scales_bytes + (w.zeros ? EPMOEI_TILE_ROWS : 0);
             ptx_mbarrier_arrive_expect(done, at.w_tiles * (at.blocks * EPMOEI_TILE_BYTES + at.groups * group_bytes) +
                                                  Cut::kDepth * at.tile.width * kBlockK * 2);
         }
         __syncwarp();
-        if (kind < 3) {
-            const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
-            const uint32_t in_tile = kind == 0 ? w.blocks : w.groups, first = kind == 0 ? at.block : at.group;
-            const int64_t from = (at.w_tile + w_place) * in_tile + first;
-            if (w_place < at.w_tiles && count) ptx_bulk_load(to + target, source + from * unit, count * unit, done);
-        } else if (depth >= 0 && depth < Cut::kDepth) {
-            const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + at.first;
-            const uint32_t x_to = to + (depth * b.line.max_n + at.first) * kBlockK * 2;
-            const CUtensorMap *x_map = &x_maps->map[at.part / 8 - 1];
-            if (Cut::kCluster == 1)
-                ptx_tma_load_2d(x_to, x_map, done, col, row);
-            else
-                ptx_tma_load_2d_multicast(x_to, x_map, done, col, row, 3);
+        if (kind >= 3) return;
+        const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
+        const uint32_t in_tile = kind == 0 ? w.blocks : w.groups, first = kind == 0 ? at.block : at.group;
+        const int64_t from = (at.w_tile + w_place) * in_tile + first;
+        if (w_place < at.w_tiles && count)
+            ptx_bulk_load(b.base + ring.stage * b.line.layout.stage_bytes + target, source + from * unit, count * unit,
+                          done);
+    }
+    __device__ __forceinline__ void load_tokens(const block_t &b, const at_t &at, const ring_t &ring,
+                                                const x_maps_t *x_maps) const
+    {
+        if (depth < 0 || depth >= Cut::kDepth) return;
+        const uint32_t done = ptx_shared_address(b.barriers->full) + 8 * ring.stage;
+        const int32_t col = (at.block + depth) * kBlockK, row = at.tile.row + at.first;
+        const uint32_t to =
+            b.base + ring.stage * b.line.layout.stage_bytes + (depth * b.line.max_n + at.first) * kBlockK * 2;
+        const CUtensorMap *map = &x_maps->map[at.part / 8 - 1];
+        if (Cut::kCluster == 1)
+            ptx_tma_load_2d(to, map, done, col, row);
+        else
+            ptx_tma_load_2d_multicast(to, map, done, col, row, 3);
+    }
+};
+
+/* One warp. Where only x comes from the kernel before this one, the first stages' weights are on their way while that
+ * one ends. */
+template <kind_t kKind, typename Cut>
+__device__ __forceinline__ void produce(const gemm_params_t &p, const weights_t &w, const block_t &b,
+                                        const x_maps_t *x_maps)
+{
+    const copies_t<kKind, Cut> copies(w, b);
+    const uint32_t empty = ptx_shared_address(b.barriers->empty);
+    ring_t ring = {0, 0};
+    walk_t<Cut, kKind == W4_LONG> at;
+    at.index = b.first_tile;
+    bool more = at.enter(p, w, b);
+    if (p.chained) {
+        int32_t early = 0;
+        for (; more && early < b.line.stages; early++, ring.advance(b.line.stages)) {
+            copies.load_weights(w, b, at, ring);
+            __syncwarp();
+            more = at.advance(p, w, b);
         }
+        ring = {0, 0};
+        at.index = b.first_tile;
+        more = at.enter(p, w, b);
+        epmoei_begin_dependent();
+        for (; early > 0; early--, ring.advance(b.line.stages)) {
+            copies.load_tokens(b, at, ring, x_maps);
+            more = at.advance(p, w, b);
+        }
+        __syncwarp();
+    }
+    for (; more; more = at.advance(p, w, b), ring.advance(b.line.stages)) {
+        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
+        copies.load_weights(w, b, at, ring);
+        copies.load_tokens(b, at, ring, x_maps);
         __syncwarp();
     }
 }
@@ -244,7 +292,7 @@ __global__ void __launch_bounds__(kCutThreads<Cut>, Cut::kBlocks)
             }
         ptx_fence_barrier_init();
     }
-    epmoei_begin_dependent();
+    if (!p.chained) epmoei_begin_dependent();
     int32_t *cumulative = (int32_t *)(shared + b.line.layout.cumulative);
     b.cumulative = cumulative;
     b.rank = Cut::kCluster == 1 ? 0 : (int32_t)ptx_cluster_block_rank();
@@ -269,7 +317,8 @@ __global__ void __launch_bounds__(kCutThreads<Cut>, Cut::kBlocks)
         ptx_setmaxnreg_inc<Cut::kRegisters>();
         consume<kKind, Cut>(p, w, b);
     }
-    if (Cut::kCluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
+    if (Cut::kCluster > 1) ptx_cluster_sync();    /* nothing arrives in a block that has ended */
+    if (p.chained) epmoei_wait_for_predecessor(); /* nor does this kernel end before the one before it */
 }
 
 weights_t describe_weights(const epmoe_grouped_gemm_args_t *args)
@@ -324,6 +373,7 @@ struct call_t {
     weights_t w;
     const void *x;
     int64_t x_rows;
+    bool chained;
     epmoe_stream_t stream;
 };
 
@@ -343,16 +393,18 @@ template <kind_t kKind, typename Cut> epmoe_status_t launch_kernel(const call_t 
     if (!*fits) return EPMOE_OK;
 
     x_maps_t x_maps;
+    gemm_params_t p = gemm_params(args);
+    p.chained = c->chained;
     EPMOEI_CHECK(encode_rows(&x_maps, EPMOE_BF16, 2, c->x, c->x_rows, args->k, line.max_n / Cut::kCluster));
     void (*kernel)(gemm_params_t, weights_t, pipeline_t, x_maps_t) = grouped_gemm_w4_kernel<kKind, Cut>;
     EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_w4_sm90"));
     const int64_t tiles =
         gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(w.tiles, kCutTiles<Cut> * Cut::kCluster);
     const int64_t clusters = epmoei_min64(tiles, (int64_t)num_sms * Cut::kBlocks / Cut::kCluster);
-    return epmoei_cuda_status((int32_t)epmoei_launch_clusters(
-                                  kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)),
-                                  dim3(kCutThreads<Cut>), (size_t)bytes, c->stream, gemm_params(args), w, line, x_maps),
-                              "grouped_gemm_w4_sm90");
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_clusters(kernel, Cut::kCluster, dim3((unsigned)(clusters * Cut::kCluster)),
+                                        dim3(kCutThreads<Cut>), (size_t)bytes, c->stream, p, w, line, x_maps),
+        "grouped_gemm_w4_sm90");
 }
 
 template <kind_t kKind> epmoe_status_t launch(const call_t *c)
@@ -389,20 +441,33 @@ extern "C" int64_t epmoei_grouped_gemm_w4_workspace_sm90(const epmoe_grouped_gem
     return (int64_t)args->max_rows * args->k * 2;
 }
 
-extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
 {
     if (!is_supported(args)) return epmoei_grouped_gemm_quant_sm80(args, stream);
     int64_t bytes = needs_gather(args) ? epmoei_grouped_gemm_w4_workspace_sm90(args) : 0;
     if (bytes && (!args->workspace || args->workspace_bytes < bytes))
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
-    call_t c = {args, describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, stream};
+    call_t c = {args,  describe_weights(args), args->x, args->x_sorted ? args->max_rows : args->num_slots, chained,
+                stream};
     if (needs_gather(args)) {
         EPMOEI_CHECK(args->weight.g_idx ? epmoei_gemm_order_x_sm80(args, args->workspace, stream)
                                         : epmoei_sort_rows_sm80(args, args->workspace, stream));
         c.x = args->workspace;
         c.x_rows = args->max_rows;
+        c.chained = true; /* that pass waits for all before it */
     }
     if (args->weight.format == EPMOE_FORMAT_MXFP4) return launch<MXFP4>(&c);
     return c.w.group_blocks ? launch<W4_LONG>(&c) : launch<W4_SHORT>(&c);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+{
+    return run(args, false, stream);
+}
+
+extern "C" epmoe_status_t epmoei_grouped_gemm_w4_chained_sm90(const epmoe_grouped_gemm_args_t *args,
+                                                              epmoe_stream_t stream)
+{
+    return run(args, true, stream);
 }

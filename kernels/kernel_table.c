@@ -79,6 +79,7 @@ static void init_tables(void)
     sm90_table.grouped_gemm_chained = epmoei_grouped_gemm_chained_sm90;
     sm90_table.grouped_gemm_workspace = epmoei_grouped_gemm_workspace_sm90;
     sm90_table.grouped_gemm_w4 = epmoei_grouped_gemm_w4_sm90;
+    sm90_table.grouped_gemm_w4_chained = epmoei_grouped_gemm_w4_chained_sm90;
     sm90_table.grouped_gemm_w4_workspace = epmoei_grouped_gemm_w4_workspace_sm90;
     sm90_table.grouped_gemm_fp8 = epmoei_grouped_gemm_fp8_sm90;
     sm90_table.grouped_gemm_fp8_workspace = epmoei_grouped_gemm_fp8_workspace_sm90;

@@ -275,8 +275,9 @@ static epmoe_status_t run_gemm1(epmoe_grouped_gemm_args_t *args, const int32_t *
                                 const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
 {
     if (!plan->h_quantised) {
-        if (placed) EPMOEI_CHECK(scatter(args, num_tokens_dev, plan, kernels, NULL, stream));
-        return epmoe_grouped_gemm(args, stream);
+        if (!placed) return epmoe_grouped_gemm(args, stream);
+        EPMOEI_CHECK(scatter(args, num_tokens_dev, plan, kernels, NULL, stream));
+        return epmoei_grouped_gemm_chained(args, stream);
     }
     epmoe_grouped_gemm_args_t checked;
     epmoei_fp8_rows_t x;
@@ -292,11 +293,9 @@ static epmoe_status_t run_gemm1(epmoe_grouped_gemm_args_t *args, const int32_t *
 static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
                                 const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
 {
-    bool plain = !epmoei_format_is_quantised(args->weight.format);
-    if (!plan->h_quantised && !(plain && kernels->grouped_gemm_chained)) return epmoe_grouped_gemm(args, stream);
+    if (!plan->h_quantised) return epmoei_grouped_gemm_chained(args, stream);
     epmoe_grouped_gemm_args_t checked;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
-    if (!plan->h_quantised) return kernels->grouped_gemm_chained(&checked, stream);
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
     return kernels->grouped_gemm_fp8_rows(&checked, &plan->h_rows, NULL, stream);
 }
