@@ -17,6 +17,8 @@ static epmoe_status_t check_weight(epmoe_linear_args_t *args)
     else if (epmoei_dtype_of_format(weight->format) == EPMOE_DTYPE_NONE)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.format is %d: expected an epmoe_format_t",
                            (int)weight->format);
+    else
+        EPMOEI_CHECK(epmoei_weight_check_rows(weight, "weight"));
     if (args->x_quant == 0) return EPMOE_OK;
     if (weight->format != EPMOE_FORMAT_FP8_BLOCK)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_quant is %d and weight.format %s: expected fp8_block",

@@ -12,6 +12,7 @@
 #include "kernels/activation_cuda.cuh"
 #include "kernels/experts_few_cuda.cuh"
 #include "kernels/launch_cuda.cuh"
+#include "kernels/plain_tiles.h"
 
 namespace
 {
@@ -51,6 +52,7 @@ template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair)
 /* The next chunks of this lane: of the two rows of weights, and of the vectors that they are multiplied with. */
 template <int kMembers> struct operands_t {
     const uint4 *rows[kRows];
+    int32_t stride; /* chunks from one of a lane's chunks of weights to its next one */
     const uint4 *vectors;
     int32_t vector[kMembers]; /* from `vectors` on */
 };
@@ -72,7 +74,20 @@ __device__ __forceinline__ void load_round(round_t<kMembers> &round, const opera
     for (int u = 0; u < kUnroll<kMembers>; u++)
 #pragma unroll
         for (int r = 0; r < kRows; r++)
-            round.weights[u][r] = ptx_load_stream_16(operands.rows[r] + u * 32, u * 32 < left);
+            round.weights[u][r] = ptx_load_stream_16(operands.rows[r] + u * operands.stride, u * 32 < left);
+}
+
+/* Where chunk `chunk` of row `row` of a weight [n,k] lies, and those 32 further. stored: the row in tiles. */
+template <int kMembers>
+__device__ __forceinline__ const uint4 *find_chunk(operands_t<kMembers> &operands, const epmoe_weight_t &weight,
+                                                   int32_t expert, int32_t n, int32_t k, int32_t row, int32_t stored,
+                                                   int32_t chunk)
+{
+    const uint4 *const data = (const uint4 *)weight.data + (int64_t)expert * n * (k / kChunk);
+    operands.stride = 32;
+    if (weight.storage == EPMOE_STORAGE_ROWS) return data + (int64_t)row * (k / kChunk) + chunk;
+    operands.stride *= epmoei_plain_tile_rows(n, stored);
+    return data + epmoei_plain_tile_piece(n, k, stored, chunk);
 }
 
 /* acc += this chunk of weights times those of the vectors. */
@@ -113,7 +128,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kRows][kMembers], round_t<
         if (left <= 0) break;
         operands.vectors += 32 * kSteps;
 #pragma unroll
-        for (int r = 0; r < kRows; r++) operands.rows[r] += 32 * kSteps;
+        for (int r = 0; r < kRows; r++) operands.rows[r] += kSteps * operands.stride;
         load_round(round, operands, left);
     }
 }
@@ -164,14 +179,16 @@ __device__ __forceinline__ void gate_up_column(const few_params_t &p, int32_t ex
     const epmoe_experts_args_t &args = p.args;
     const int32_t lane = threadIdx.x % 32, chunks = args.hidden / kChunk;
     const bool interleaved = args.layout != EPMOE_LAYOUT_GATE_FIRST;
-    const int64_t row = (int64_t)expert * 2 * args.intermediate + (interleaved ? 2 * col : col);
+    const int32_t row = interleaved ? 2 * col : col, n = 2 * args.intermediate;
     const int32_t up = interleaved ? 1 : args.intermediate; /* rows from gate to up */
 
     int32_t bits[kMembers];
     take_members(bits, members);
     operands_t<kMembers> operands;
-    operands.rows[0] = (const uint4 *)args.gate_up.data + row * chunks + lane;
-    operands.rows[1] = operands.rows[0] + (int64_t)up * chunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+        operands.rows[r] = find_chunk(operands, args.gate_up, expert, n, args.hidden, row + r * up,
+                                      epmoei_plain_tile_gated_row(col, r), lane);
     operands.vectors = (const uint4 *)args.x + lane;
 #pragma unroll
     for (int m = 0; m < kMembers; m++) operands.vector[m] = __shfl_sync(kAll, lane_token, bits[m]) * chunks;
@@ -181,7 +198,7 @@ __device__ __forceinline__ void gate_up_column(const few_params_t &p, int32_t ex
     /* What the end needs is on its way, too. */
     const int32_t slot = first + lane_member(bits);
     const float weight = args.weight_on_input ? args.weights[slot] : 1.0f;
-    const float bias = args.gate_up_bias ? args.gate_up_bias[row + (lane & 1 ? up : 0)] : 0.0f;
+    const float bias = args.gate_up_bias ? args.gate_up_bias[(int64_t)expert * n + row + (lane & 1 ? up : 0)] : 0.0f;
 
     float acc[kRows][kMembers] = {};
     multiply<T>(acc, round, operands, chunks - lane);
@@ -211,19 +228,22 @@ __device__ __forceinline__ void down_part(const few_params_t &p, down_shared_t &
     const epmoe_experts_args_t &args = p.args;
     const int32_t lane = threadIdx.x % 32, chunks = args.intermediate / kChunk;
     const int32_t begin = part * p.part_chunks + lane, left = min((part + 1) * p.part_chunks, chunks) - begin;
-    const int64_t row = (int64_t)expert * args.hidden + blockIdx.x * kRows;
+    const int32_t row = (int32_t)blockIdx.x * kRows;
 
     int32_t bits[kMembers];
     take_members(bits, members);
     operands_t<kMembers> operands;
-    operands.rows[0] = (const uint4 *)args.down.data + row * chunks + begin;
-    operands.rows[1] = operands.rows[0] + chunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+        operands.rows[r] =
+            find_chunk(operands, args.down, expert, args.hidden, args.intermediate, row + r, row + r, begin);
     operands.vectors = (const uint4 *)p.h + (int64_t)first * chunks + begin;
 #pragma unroll
     for (int m = 0; m < kMembers; m++) operands.vector[m] = bits[m] * chunks;
     round_t<kMembers> round;
     load_round(round, operands, left);
-    const float bias = args.down_bias && part == 0 ? args.down_bias[row + (lane & 1)] : 0.0f;
+    const float bias =
+        args.down_bias && part == 0 ? args.down_bias[(int64_t)expert * args.hidden + row + (lane & 1)] : 0.0f;
     if (!waited) {
         epmoei_begin_dependent();
         waited = true;

@@ -15,7 +15,7 @@ static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k, bool need_
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.format is %d: expected an epmoe_format_t",
                            (int)weight->format);
     if (quantised) EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
-    if (!quantised && weight->storage != EPMOE_STORAGE_ROWS) return epmoei_weight_check_rows(weight, "weight");
+    if (!quantised) EPMOEI_CHECK(epmoei_weight_check_storage(weight, "weight"));
     return need_data ? epmoei_weight_check_pointers(weight, "weight") : EPMOE_OK;
 }
 

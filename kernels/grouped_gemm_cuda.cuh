@@ -5,6 +5,7 @@
 #include "kernels/activation_cuda.cuh"
 #include "kernels/cuda_common.cuh"
 #include "kernels/grouped_gemm.h"
+#include "kernels/quant_formats.h"
 
 /* Passed by value. Sizes as in epmoe_grouped_gemm_args_t. */
 struct gemm_params_t {
@@ -26,6 +27,7 @@ struct gemm_params_t {
     int32_t chained; /* the kernel before this one wrote x, and everything else is older than that kernel */
     int32_t weight_on_input;
     int32_t interleaved;
+    int32_t tiled; /* w as kernels/plain_tiles.h has it */
     int32_t gated;
     int32_t max_rows;
     const int32_t *num_rows_dev;
@@ -59,6 +61,7 @@ static inline gemm_params_t gemm_params(const epmoe_grouped_gemm_args_t *args)
     p.weight_on_input = args->weight_on_input;
     /* Ungated, the rows of w are the outputs, in order. */
     p.interleaved = !p.gated || args->layout != EPMOE_LAYOUT_GATE_FIRST;
+    p.tiled = !epmoei_format_is_quantised(args->weight.format) && args->weight.storage == EPMOE_STORAGE_TILES;
     p.activation = args->activation;
     p.y_dtype = args->y_dtype;
     p.alpha = args->alpha;

@@ -4,12 +4,14 @@
 #define EPMOEI_GROUPED_GEMM_PIPELINE_SM90_CUH
 
 #include "kernels/grouped_gemm_tiles_sm90.cuh"
+#include "kernels/plain_tiles.h"
 
 namespace
 {
 
 constexpr int kBlockW = 128; /* weight rows of a block */
 constexpr int kWeightBytes = kBlockW * kBlockK * 2;
+static_assert(kBlockW == EPMOEI_PLAIN_TILE_ROWS && kBlockK == EPMOEI_PLAIN_TILE_COLS, "a step of a block is a tile's");
 constexpr int kFewestStages = 3, kMostStages = 8;
 constexpr int kCuts = kMostStages - kFewestStages + 1;
 constexpr int kNotes = 3;                /* tiles that are noted: one is stored, one is multiplied, one is looked up */
@@ -124,9 +126,11 @@ struct walk_t {
     int64_t index;
     tile_t tile;
     int32_t step;
-    int32_t w_row;   /* of the tensor map: plain weight rows, */
-    int32_t w_group; /* or groups of 8 gate and 8 up rows */
-    int32_t first;   /* this block's part of the tile's tokens */
+    int32_t w_row;      /* of the tensor map: plain weight rows, */
+    int32_t w_group;    /* or groups of 8 gate and 8 up rows */
+    const char *w_tile; /* of weights in tiles the first step's, else NULL; */
+    int32_t w_bytes;    /* and those of a step: a cluster's last block may have none */
+    int32_t first;      /* this block's part of the tile's tokens */
     int32_t part;
 
     /* On the tile at index or the next one that has rows; false behind the last. */
@@ -140,6 +144,8 @@ struct walk_t {
             step = 0;
             w_row = p.gated ? 0 : block * kBlockW;
             w_group = p.gated ? block * (kBlockW / 16) : 0;
+            w_bytes = max(0, min(kBlockW, p.n - block * kBlockW)) * kRowBytes;
+            w_tile = p.tiled ? (const char *)p.w + ((int64_t)tile.expert * p.n + block * kBlockW) * p.k * 2 : nullptr;
             first = b.rank * half;
             part = b.rank == 0 ? half : tile.width - half;
             return true;

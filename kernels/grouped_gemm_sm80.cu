@@ -12,6 +12,7 @@
 #include "kernels/grouped_gemm_wide_sm80.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx.cuh"
+#include "kernels/plain_tiles.h"
 
 namespace
 {
@@ -204,6 +205,8 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gem
                            epmoe_dtype_string(args->x_dtype), epmoe_format_string(args->weight.format));
     if (args->k % 8)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "k is %d: on CUDA it must be a multiple of 8", args->k);
+    EPMOEI_CHECK(epmoei_plain_tiles_check(&args->weight, "weight", args->n, args->k,
+                                          args->activation < EPMOE_ACTIVATION_NONE, args->layout));
     EPMOEI_CHECK_ALIGNED(args->x, 16);
     EPMOEI_CHECK_ALIGNED(args->weight.data, 16);
     EPMOEI_CHECK_ALIGNED(args->y, 16);
@@ -213,6 +216,10 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gem
 extern "C" epmoe_status_t epmoei_grouped_gemm_sm80(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
     EPMOEI_CHECK(epmoei_grouped_gemm_check_cuda(args));
+    if (args->weight.storage == EPMOE_STORAGE_TILES)
+        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
+                           "weight.storage is EPMOE_STORAGE_TILES and weight.format %s: expected rows on this tier",
+                           epmoe_format_string(args->weight.format));
     const epmoei_device_info_t *device = epmoei_device_current();
     return args->x_dtype == EPMOE_BF16 ? launch_tile<__nv_bfloat16>(args, device, stream)
                                        : launch_tile<__half>(args, device, stream);

@@ -29,10 +29,14 @@ namespace
 __device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at, const cut_t &cut, const ring_t &ring,
                                              const CUtensorMap *w_map)
 {
-    const uint32_t done = cut.full + 8 * ring.stage;
-    ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width));
-    ptx_tma_load_5d(b.base + ring.stage * cut.bytes, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group,
-                    at.tile.expert);
+    const uint32_t done = cut.full + 8 * ring.stage, to = b.base + ring.stage * cut.bytes;
+    if (!at.w_tile) {
+        ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width));
+        ptx_tma_load_5d(to, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
+        return;
+    }
+    ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width) - kWeightBytes + at.w_bytes);
+    if (at.w_bytes) ptx_bulk_load(to, at.w_tile + (int64_t)at.step * at.w_bytes, at.w_bytes, done);
 }
 
 __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const cut_t &cut, const ring_t &ring,
@@ -279,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kMaxN>)
         ptx_fence_barrier_init();
     }
     if (threadIdx.x == 0) {
-        ptx_tma_prefetch_map(&w_map);
+        if (!p.tiled) ptx_tma_prefetch_map(&w_map);
         for (int i = 0; i < kNotes; i++) {
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 32);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]),
@@ -354,9 +358,9 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
     gemm_params_t p = gemm_params(args);
     p.chained = chained;
     void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
-    CUtensorMap w_map;
+    CUtensorMap w_map = {};
     x_maps_t x_maps;
-    EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
+    if (!p.tiled) EPMOEI_CHECK(encode_weights(&w_map, args, &p, args->x_dtype, 2, kBlockW));
     EPMOEI_CHECK(encode_rows(&x_maps, args->x_dtype, 2, x, x_rows, args->k, line.max_n / line.cluster));
     EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "grouped_gemm_sm90"));
     const int64_t tiles = gemm_max_row_tiles(args, line.max_n) * epmoei_ceil_div(args->n, kBlockW * line.cluster);
@@ -379,7 +383,7 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     }
     /* An SM has 1 KB more than a block may have, and keeps 1 KB for each block. */
     const int32_t whole = epmoei_device_current()->shared_bytes_per_block, half = (whole + 1024) / 2 - 1024;
-    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows), bytes = 0;
+    int32_t max_n = epmoei_grouped_gemm_width_sm90(args->num_experts, args->max_rows, args->n, args->k), bytes = 0;
     pipeline_t line;
     line.way = epilogue_way(args);
     if (max_n <= kNarrow && line.way != WAY_ANY && choose_pipeline(args, max_n, half, &line, &bytes))

@@ -3,6 +3,18 @@
 #include "kernels/dequant.h"
 #include "kernels/op_check.h"
 
+static bool is_plain(const epmoe_weight_t *weight)
+{
+    return weight->format == EPMOE_FORMAT_BF16 || weight->format == EPMOE_FORMAT_F16;
+}
+
+static epmoe_status_t check_rows(const epmoe_weight_t *weight)
+{
+    if (weight->storage == EPMOE_STORAGE_ROWS) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.storage is %d: expected EPMOE_STORAGE_ROWS (0)",
+                       (int)weight->storage);
+}
+
 static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k)
 {
     static const epmoe_format_t formats[] = {EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ, EPMOE_FORMAT_CT_W4,
@@ -11,12 +23,10 @@ static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k)
     for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++) known |= weight->format == formats[i];
     if (!known)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "weight.format is %d (%s): expected gptq, awq, ct_w4, mxfp4 or w4", (int)weight->format,
-                           epmoe_format_string(weight->format));
+                           "weight.format is %d (%s): expected bf16, f16, gptq, awq, ct_w4, mxfp4 or w4",
+                           (int)weight->format, epmoe_format_string(weight->format));
     EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
-    if (weight->storage != EPMOE_STORAGE_ROWS)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "weight.storage is %d: expected EPMOE_STORAGE_ROWS (0)",
-                           (int)weight->storage);
+    EPMOEI_CHECK(check_rows(weight));
     if (weight->g_idx && weight->format != EPMOE_FORMAT_W4)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "weight.g_idx is not NULL: format %s packs without one, its groups one after the other",
@@ -41,6 +51,16 @@ epmoe_status_t epmoei_pack_tiles_check(const epmoe_pack_tiles_args_t *args, epmo
                                      epmoei_round_up(out->k, EPMOEI_TILE_COLS)));
     if (out->gated && out->n % 2)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with gated", out->n);
+    if (is_plain(&out->weight)) {
+        epmoe_weight_t tiles = out->weight;
+        EPMOEI_CHECK(check_rows(&tiles));
+        tiles.storage = EPMOE_STORAGE_TILES;
+        EPMOEI_CHECK(epmoei_plain_tiles_check(&tiles, "weight", out->n, out->k, out->gated, EPMOE_LAYOUT_PACKED));
+        out->weight.zeros = NULL;
+        if (sizes) return EPMOE_OK;
+        EPMOEI_CHECK(epmoei_weight_check_pointers(&out->weight, "weight"));
+        return epmoei_check_pointer("data", out->data);
+    }
     EPMOEI_CHECK(check_weight(&out->weight, out->k));
     if (out->weight.format == EPMOE_FORMAT_MXFP4) out->weight.zeros = NULL;
     if (sizes) return EPMOE_OK;
@@ -61,6 +81,14 @@ epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_
 {
     epmoe_pack_tiles_args_t checked;
     EPMOEI_CHECK(epmoei_pack_tiles_check(args, &checked, true));
+    if (is_plain(&checked.weight)) {
+        epmoe_pack_tiles_size_t plain = EPMOE_PACK_TILES_SIZE_INIT;
+        plain.data_bytes = (int64_t)checked.num_experts * checked.n * checked.k * 2;
+        plain.tiles = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+        plain.tiles.format = checked.weight.format;
+        plain.tiles.storage = EPMOE_STORAGE_TILES;
+        return epmoei_return_sized(size, &plain, sizeof plain, "size");
+    }
     epmoei_quant_tiles_t tiles = epmoei_pack_tiles_layout(&checked);
     epmoe_pack_tiles_size_t result = EPMOE_PACK_TILES_SIZE_INIT;
     result.data_bytes = checked.num_experts * tiles.data_bytes;
@@ -72,6 +100,18 @@ epmoe_status_t epmoe_pack_tiles_size(const epmoe_pack_tiles_args_t *args, epmoe_
     result.tiles.scales_dtype = checked.weight.scales_dtype;
     result.tiles.storage = EPMOE_STORAGE_TILES;
     return epmoei_return_sized(size, &result, sizeof result, "size");
+}
+
+bool epmoei_pack_tiles_plain(const epmoe_pack_tiles_args_t *args, epmoei_plain_tiles_args_t *plain)
+{
+    if (!is_plain(&args->weight)) return false;
+    *plain = (epmoei_plain_tiles_args_t){.data = args->weight.data,
+                                         .to = args->data,
+                                         .num_experts = args->num_experts,
+                                         .n = args->n,
+                                         .k = args->k,
+                                         .rows = args->gated ? EPMOEI_PLAIN_ROWS_GATE_FIRST : EPMOEI_PLAIN_ROWS_PLAIN};
+    return true;
 }
 
 epmoe_status_t epmoe_pack_tiles(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream)

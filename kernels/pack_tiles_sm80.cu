@@ -89,7 +89,12 @@ __global__ void __launch_bounds__(kThreads) pack_tiles_kernel(const pack_tiles_t
 
 extern "C" epmoe_status_t epmoei_pack_tiles_sm80(const epmoe_pack_tiles_args_t *args, epmoe_stream_t stream)
 {
+    epmoei_plain_tiles_args_t plain;
     EPMOEI_CHECK_ALIGNED(args->data, 16);
+    if (epmoei_pack_tiles_plain(args, &plain)) {
+        EPMOEI_CHECK_ALIGNED(args->weight.data, 16);
+        return epmoei_plain_tiles_sm80(&plain, stream);
+    }
     EPMOEI_CHECK_ALIGNED(args->scales, 16);
     EPMOEI_CHECK_ALIGNED(args->zeros, 16);
     EPMOEI_CHECK_ALIGNED(args->weight.data, 4);

@@ -96,17 +96,18 @@ epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char
                        (int)weight->storage);
 }
 
-static epmoe_status_t check_storage(const epmoe_weight_t *weight, const char *name)
+epmoe_status_t epmoei_weight_check_storage(const epmoe_weight_t *weight, const char *name)
 {
+    static const epmoe_format_t tiled[] = {EPMOE_FORMAT_BF16, EPMOE_FORMAT_F16, EPMOE_FORMAT_W4, EPMOE_FORMAT_MXFP4};
     if (weight->storage != EPMOE_STORAGE_ROWS && weight->storage != EPMOE_STORAGE_TILES)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.storage is %d: expected an epmoe_storage_t", name,
                            (int)weight->storage);
-    if (weight->storage == EPMOE_STORAGE_TILES && weight->format != EPMOE_FORMAT_W4 &&
-        weight->format != EPMOE_FORMAT_MXFP4)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "%s.storage is 1 (TILES) and its format %s: expected w4 or mxfp4", name,
-                           epmoe_format_string(weight->format));
-    return EPMOE_OK;
+    if (weight->storage == EPMOE_STORAGE_ROWS) return EPMOE_OK;
+    for (size_t i = 0; i < sizeof tiled / sizeof tiled[0]; i++)
+        if (weight->format == tiled[i]) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                       "%s.storage is 1 (TILES) and its format %s: expected bf16, f16, w4 or mxfp4", name,
+                       epmoe_format_string(weight->format));
 }
 
 /* FP8_BLOCK's group_size is known. */
@@ -127,7 +128,7 @@ static epmoe_status_t check_group_rows(epmoe_weight_t *weight, const char *name)
 
 epmoe_status_t epmoei_quant_check_weight(epmoe_weight_t *weight, const char *name, int64_t cols)
 {
-    EPMOEI_CHECK(check_storage(weight, name));
+    EPMOEI_CHECK(epmoei_weight_check_storage(weight, name));
     if (weight->format == EPMOE_FORMAT_MXFP4) {
         if (weight->group_size != 0 && weight->group_size != EPMOEI_MXFP4_GROUP)
             return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.group_size is %d: of mxfp4 expected %d or 0", name,

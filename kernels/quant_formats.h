@@ -82,6 +82,8 @@ const char *epmoei_quant_take_cols(epmoei_quant_t *quant, int64_t first, int64_t
 /* Whole matrix `expert` of a weight [E,rows,cols], whose defaults are filled in. second_half as above. */
 epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows, int64_t cols, int64_t expert,
                                       int64_t second_half);
+/* Whether the format has such a storage at all. */
+epmoe_status_t epmoei_weight_check_storage(const epmoe_weight_t *weight, const char *name);
 /* Only rows are computed on by what asks; the message names `name`.storage. */
 epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char *name);
 /* Checks the fields of a quantised weight and fills in their defaults; `name` is for messages. */

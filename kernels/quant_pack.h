@@ -20,6 +20,7 @@ typedef struct epmoei_pack_shape_t {
     bool zeros;
     bool order;
     int32_t row_group; /* FP8_BLOCK: rows per scale; 0 = group */
+    bool tiles;        /* 16 bits, where format is NONE: as kernels/plain_tiles.h has it */
 } epmoei_pack_shape_t;
 
 /* How a source packs. NONE for a g_idx whose groups are not all `group` columns wide (but for the last), and for blocks

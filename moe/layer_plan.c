@@ -276,7 +276,10 @@ epmoe_weight_t epmoei_layer_weight(epmoe_backend_t backend, epmoe_format_t forma
     epmoe_weight_t weight = EPMOE_WEIGHT_INIT;
     weight.format = format;
     weight.data = data;
-    if (!epmoei_format_is_quantised(format)) return weight;
+    if (!epmoei_format_is_quantised(format)) {
+        if (pack && pack->tiles) weight.storage = EPMOE_STORAGE_TILES;
+        return weight;
+    }
     weight.group_size = pack->group;
     if (format == EPMOE_FORMAT_FP8_BLOCK) weight.group_rows = pack->row_group;
     if (is_tiled(backend, format)) weight.storage = EPMOE_STORAGE_TILES;

@@ -469,6 +469,7 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
     epmoei_quant_writer_close(&writers.quant);
     epmoei_writer_close(&writers.plain);
     if (status == EPMOE_OK) status = last;
+    if (status == EPMOE_OK) status = epmoei_layer_tile_weights(layer);
     layer->has_weights = status == EPMOE_OK;
     return status;
 }

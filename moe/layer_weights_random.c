@@ -210,6 +210,7 @@ epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t see
     epmoe_status_t status = fill_all(layer, &writer, seed, stream);
     epmoei_quant_writer_close(&writer);
     epmoei_stream_destroy(stream);
+    if (status == EPMOE_OK) status = epmoei_layer_tile_weights(layer);
     layer->has_weights = status == EPMOE_OK;
     return status;
 }

@@ -423,7 +423,7 @@ Test(gemm_quant, what_cannot_be_packed)
     cr_assert_eq(epmoei_pack_shape(&source).format, EPMOE_FORMAT_NONE);
     quant_case_free(&fp8);
     /* Two shapes: other scales become fp32, other groups do not fit. */
-    epmoei_pack_shape_t a = {EPMOE_FORMAT_W4, 64, EPMOE_F16, true, false, 0}, b = a;
+    epmoei_pack_shape_t a = {.format = EPMOE_FORMAT_W4, .group = 64, .scales_dtype = EPMOE_F16, .zeros = true}, b = a;
     b.scales_dtype = EPMOE_BF16, b.zeros = false, b.order = true;
     epmoei_pack_shape_t merged = epmoei_pack_merge(&a, &b);
     cr_assert(merged.format == EPMOE_FORMAT_W4 && merged.scales_dtype == EPMOE_F32 && merged.zeros && merged.order);

@@ -1,5 +1,6 @@
 /* Weights of a layer on a device: repacked, borrowed, generated, loaded; what memory they take and give back. */
 #include "comm/comm.h"
+#include "kernels/plain_tiles.h"
 #include "kernels/repack.h"
 #include "moe/layer_weights.h"
 #include "tests/gpu_layer_case.h"
@@ -370,10 +371,23 @@ Test(gpu_weights, other_types_are_converted)
 
 /* One packed tensor of the device's layer against the CPU's, whose gate and up rows come one after the other. */
 static void expect_packed(const char *what, const epmoe_layer_t *layer, const void *device, const void *cpu,
-                          int64_t experts, int64_t f, int64_t row_bytes, bool gate_up)
+                          int64_t experts, int64_t f, int64_t row_bytes, bool gate_up, bool tiled)
 {
     int64_t rows = gate_up ? 2 * f : f, bytes = experts * rows * row_bytes;
     char *got = gpu_get_new(device, bytes), *plain = malloc((size_t)bytes + 1);
+    if (tiled) {
+        /* The CPU's rows as tiles: kernels/plain_tiles.h has them in its words, test_pack_tiles by hand. */
+        const epmoei_plain_tiles_args_t args = {cpu,
+                                                plain,
+                                                (int32_t)experts,
+                                                (int32_t)rows,
+                                                (int32_t)(row_bytes / 2),
+                                                gate_up ? EPMOEI_PLAIN_ROWS_GATE_FIRST : EPMOEI_PLAIN_ROWS_PLAIN};
+        cr_assert_eq(epmoei_plain_tiles_cpu(&args), EPMOE_OK);
+        cr_expect(gpu_same(what, got, plain, bytes, 1, row_bytes));
+        free(got), free(plain);
+        return;
+    }
     memcpy(plain, got, (size_t)bytes);
     for (int64_t e = 0; gate_up && e < experts; e++)
         for (int up = 0; up < 2; up++) {
@@ -400,16 +414,18 @@ static void check_random_weights(const epmoe_layer_config_t *config, uint64_t se
     cr_assert_eq(epmoe_layer_set_random_weights(cpu, seed), EPMOE_OK, "%s", epmoe_last_error());
     const epmoei_packed_weights_t *g = &layer->weights, *c = &cpu->weights;
     int64_t n = config->num_experts, d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
-    expect_packed("router", layer, g->router, c->router, 1, n, d * 2, false);
-    expect_packed("router_bias", layer, g->router_bias, c->router_bias, 1, n, 4, false);
-    expect_packed("selection_bias", layer, g->selection_bias, c->selection_bias, 1, n, 4, false);
-    expect_packed("gate_up", layer, g->gate_up, c->gate_up, n, f, d * 2, true);
-    expect_packed("down", layer, g->down, c->down, n, d, f * 2, false);
-    expect_packed("gate_up_bias", layer, g->gate_up_bias, c->gate_up_bias, n, f, 4, true);
-    expect_packed("down_bias", layer, g->down_bias, c->down_bias, n, d, 4, false);
-    expect_packed("shared_gate_up", layer, g->shared_gate_up, c->shared_gate_up, 1, fs, d * 2, true);
-    expect_packed("shared_down", layer, g->shared_down, c->shared_down, 1, d, fs * 2, false);
-    expect_packed("shared_gate", layer, g->shared_gate, c->shared_gate, 1, 1, d * 2, false);
+    expect_packed("router", layer, g->router, c->router, 1, n, d * 2, false, false);
+    expect_packed("router_bias", layer, g->router_bias, c->router_bias, 1, n, 4, false, false);
+    expect_packed("selection_bias", layer, g->selection_bias, c->selection_bias, 1, n, 4, false, false);
+    expect_packed("gate_up", layer, g->gate_up, c->gate_up, n, f, d * 2, true, g->formats.gate_up_pack.tiles);
+    expect_packed("down", layer, g->down, c->down, n, d, f * 2, false, g->formats.down_pack.tiles);
+    expect_packed("gate_up_bias", layer, g->gate_up_bias, c->gate_up_bias, n, f, 4, true, false);
+    expect_packed("down_bias", layer, g->down_bias, c->down_bias, n, d, 4, false, false);
+    expect_packed("shared_gate_up", layer, g->shared_gate_up, c->shared_gate_up, 1, fs, d * 2, true,
+                  g->formats.shared_gate_up_pack.tiles);
+    expect_packed("shared_down", layer, g->shared_down, c->shared_down, 1, d, fs * 2, false,
+                  g->formats.shared_down_pack.tiles);
+    expect_packed("shared_gate", layer, g->shared_gate, c->shared_gate, 1, 1, d * 2, false, false);
     epmoe_layer_destroy(layer), epmoe_layer_destroy(cpu);
     epmoe_comm_destroy(comm);
 }

@@ -360,14 +360,19 @@ Test(grouped_gemm, sorted_rows_have_the_bits_of_their_slots)
 Test(grouped_gemm, tile_choice)
 {
     static const struct {
-        int32_t experts, rows, sm80, sm90;
-    } cases[] = {{128, 8, 16, 32},     {8, 128, 16, 32},     {8, 136, 32, 32},       {128, 3072, 32, 64},
-                 {128, 4096, 256, 64}, {128, 8192, 256, 96}, {256, 32768, 256, 192}, {128, 32768, 256, 256},
-                 {8, 16384, 256, 256}, {1, 1, 16, 32},       {4096, 4096, 16, 32}};
+        int32_t experts, rows, sm80, small, large; /* small: of an expert below 4 Mi weights on sm90 */
+    } cases[] = {{128, 8, 16, 64, 64},       {8, 128, 16, 64, 64},     {8, 172, 32, 64, 128},
+                 {128, 2048, 16, 64, 64},    {128, 3072, 32, 64, 128}, {128, 4096, 256, 64, 128},
+                 {128, 8192, 256, 128, 192}, {8, 1024, 256, 192, 256}, {256, 32768, 256, 192, 256},
+                 {8, 16384, 256, 256, 256},  {1, 1, 16, 64, 64},       {4096, 4096, 16, 64, 64}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        cr_expect_eq(epmoei_grouped_gemm_tile_sm80(cases[i].experts, cases[i].rows), cases[i].sm80, "case %zu", i);
-        cr_expect_eq(epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows), cases[i].sm90, "case %zu: %d", i,
-                     epmoei_grouped_gemm_width_sm90(cases[i].experts, cases[i].rows));
+        const int32_t experts = cases[i].experts, rows = cases[i].rows;
+        cr_expect_eq(epmoei_grouped_gemm_tile_sm80(experts, rows), cases[i].sm80, "case %zu", i);
+        cr_expect_eq(epmoei_grouped_gemm_width_sm90(experts, rows, 4096, 1023), cases[i].small, "case %zu: %d", i,
+                     epmoei_grouped_gemm_width_sm90(experts, rows, 4096, 1023));
+        cr_expect_eq(epmoei_grouped_gemm_width_sm90(experts, rows, 4096, 1024), cases[i].large, "case %zu: %d", i,
+                     epmoei_grouped_gemm_width_sm90(experts, rows, 4096, 1024));
+        cr_expect_eq(epmoei_grouped_gemm_width_sm90(experts, rows, INT32_MAX, INT32_MAX), cases[i].large);
     }
     static const struct {
         int32_t experts, rows, height;
@@ -384,8 +389,8 @@ Test(grouped_gemm, tile_choice)
         cr_expect_eq(epmoei_grouped_gemm_rows_sm80(tall[i].experts, tall[i].rows, tall[i].n, 132), tall[i].most,
                      "case %zu", i);
     for (int64_t rows = 1, last = 0; rows < INT32_MAX; rows += rows / 3 + 1) {
-        int32_t width = epmoei_grouped_gemm_width_sm90(60, rows);
-        cr_expect(width >= 32 && width <= 256 && width % 32 == 0 && width >= last, "%lld rows: %d", (long long)rows,
+        int32_t width = epmoei_grouped_gemm_width_sm90(60, rows, 64, 64);
+        cr_expect(width >= 64 && width <= 256 && width % 64 == 0 && width >= last, "%lld rows: %d", (long long)rows,
                   width);
         last = width;
     }

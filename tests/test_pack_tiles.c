@@ -123,7 +123,13 @@ Test(pack_tiles, wrong_arguments_are_named)
         OP_INVALID(entries[i], p.args, "k is 0", UNTOUCHED, bad.k = 0);
         OP_INVALID(entries[i], p.args, "n is 63", UNTOUCHED, bad.n = 63);
         OP_INVALID(entries[i], p.args, "gated is 2", UNTOUCHED, bad.gated = 2);
-        OP_INVALID(entries[i], p.args, "weight.format is 2", UNTOUCHED, bad.weight.format = EPMOE_FORMAT_BF16);
+        OP_INVALID(entries[i], p.args, "weight.format is 1", UNTOUCHED, bad.weight.format = EPMOE_FORMAT_F32);
+        OP_REJECTS(entries[i], p.args, EPMOE_ERROR_NOT_SUPPORTED, "[64,72]", UNTOUCHED,
+                   (bad.weight.format = EPMOE_FORMAT_BF16, bad.k = 72));
+        OP_REJECTS(entries[i], p.args, EPMOE_ERROR_NOT_SUPPORTED, "[40,64]", UNTOUCHED,
+                   (bad.weight.format = EPMOE_FORMAT_F16, bad.n = 40));
+        OP_INVALID(entries[i], p.args, "weight.storage is 1", UNTOUCHED,
+                   (bad.weight.format = EPMOE_FORMAT_BF16, bad.weight.storage = EPMOE_STORAGE_TILES));
         OP_INVALID(entries[i], p.args, "weight.format is 4", UNTOUCHED, bad.weight.format = EPMOE_FORMAT_FP8_BLOCK);
         OP_INVALID(entries[i], p.args, "weight.storage is 1", UNTOUCHED, bad.weight.storage = EPMOE_STORAGE_TILES);
         OP_INVALID(entries[i], p.args, "weight.storage is 7", UNTOUCHED, bad.weight.storage = (epmoe_storage_t)7);
@@ -169,8 +175,10 @@ Test(pack_tiles, products_tell_rows_and_tiles_apart)
                bad.weight = tiles);
     OP_INVALID(epmoe_grouped_gemm, gemm, "weight.storage is 1", bytes[0] == 0xA5,
                (bad.weight = tiles, bad.weight.format = EPMOE_FORMAT_AWQ));
-    OP_REJECTS(epmoe_grouped_gemm, gemm, EPMOE_ERROR_NOT_SUPPORTED, "weight.storage is 1", bytes[0] == 0xA5,
+    OP_INVALID(epmoe_grouped_gemm, gemm, "weight.storage is 1", bytes[0] == 0xA5,
                (bad.weight.storage = EPMOE_STORAGE_TILES, bad.weight.format = EPMOE_FORMAT_F32));
+    OP_REJECTS(epmoe_grouped_gemm, gemm, EPMOE_ERROR_NOT_SUPPORTED, "weight.storage is 1", bytes[0] == 0xA5,
+               (bad.weight.storage = EPMOE_STORAGE_TILES, bad.weight.format = EPMOE_FORMAT_BF16));
     cr_assert_eq(epmoe_grouped_gemm(&gemm, NULL), EPMOE_OK, "%s", epmoe_last_error());
 
     testing_buffer_free(gemm.workspace);
@@ -261,4 +269,58 @@ Test(pack_tiles, nibbles_of_awq_and_gptq)
             }
         drop(&p);
     }
+}
+
+/* Elements of 16 bits by the words of kernels/plain_tiles.h, worked out by hand for [160,128]: the second block has 32
+ * rows. Element (row, column) of the matrix is 128 * row + column. */
+Test(pack_tiles, sixteen_bits_by_hand)
+{
+    enum { N = 160, K = 128, F = N / 2 };
+    static const struct {
+        int32_t gated, row, col;
+        int64_t at;
+    } cases[] = {
+        {0, 0, 0, 0},
+        {0, 0, 9, 9},      /* piece 1 of row 0 */
+        {0, 1, 0, 64 + 8}, /* piece 0 of row 1 changes places with piece 1 */
+        {0, 1, 8, 64},
+        {0, 13, 23, 13 * 64 + (2 ^ 5) * 8 + 7},
+        {0, 0, 64, 128 * 64}, /* the second step */
+        {0, 127, 127, 128 * 64 + 127 * 64 + (7 ^ 7) * 8 + 7},
+        {0, 128, 0, 128 * 128}, /* the second block */
+        {0, 131, 70, 128 * 128 + 32 * 64 + 3 * 64 + (0 ^ 3) * 8 + 6},
+        {0, 159, 127, 128 * 128 + 32 * 64 + 31 * 64 + (7 ^ 7) * 8 + 7},
+        {1, 0, 0, 0},
+        {1, 3, 0, 3 * 64 + 3 * 8},                        /* gate row 3 */
+        {1, F, 0, 8 * 64},                                /* up row 0: stored row 8 */
+        {1, 8, 0, 16 * 64},                               /* gate row 8: stored row 16 */
+        {1, F + 9, 64, 128 * 64 + 25 * 64 + (0 ^ 1) * 8}, /* up row 9: stored row 16 + 8 + 1 */
+        {1, 64, 0, 128 * 128},                            /* gate row 64: stored row 128, the second block */
+        {1, F + 79, 127, 128 * 128 + 32 * 64 + 31 * 64 + (7 ^ 7) * 8 + 7},
+    };
+    uint16_t *rows = testing_buffer(2 * N * K * 2, 0), *tiles = testing_buffer(2 * N * K * 2, 0);
+    for (int32_t i = 0; i < 2 * N * K; i++) rows[i] = (uint16_t)i;
+    for (int gated = 0; gated < 2; gated++) {
+        epmoe_pack_tiles_args_t args = EPMOE_PACK_TILES_ARGS_INIT;
+        epmoe_pack_tiles_size_t size = EPMOE_PACK_TILES_SIZE_INIT;
+        args.backend = EPMOE_BACKEND_CPU, args.num_experts = 2, args.n = N, args.k = K, args.gated = gated;
+        args.weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+        args.weight.format = EPMOE_FORMAT_BF16, args.weight.data = rows, args.data = tiles;
+        cr_assert_eq(epmoe_pack_tiles_size(&args, &size), EPMOE_OK, "%s", epmoe_last_error());
+        cr_assert(size.data_bytes == 2 * N * K * 2 && size.scales_bytes == 0 && size.zeros_bytes == 0);
+        cr_assert(size.tiles.format == EPMOE_FORMAT_BF16 && size.tiles.storage == EPMOE_STORAGE_TILES);
+        memset(tiles, 0xA5, 2 * N * K * 2);
+        cr_assert_eq(epmoe_pack_tiles(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+        cr_assert(testing_guards_intact(tiles));
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+            for (int32_t e = 0; e < 2 && cases[i].gated == gated; e++)
+                cr_expect_eq(tiles[e * N * K + cases[i].at], (uint16_t)(e * N * K + cases[i].row * K + cases[i].col),
+                             "case %zu, expert %d: %d", i, e, tiles[e * N * K + cases[i].at]);
+        /* Every element is somewhere. */
+        uint32_t *seen = calloc(2 * N * K, sizeof *seen);
+        for (int32_t i = 0; i < 2 * N * K; i++) seen[tiles[i]]++;
+        for (int32_t i = 0; i < 2 * N * K; i++) cr_assert_eq(seen[i], 1, "element %d", i);
+        free(seen);
+    }
+    testing_buffer_free(rows), testing_buffer_free(tiles);
 }

@@ -3,6 +3,7 @@
 #include "kernels/experts_few.h"
 #include "moe/experts.h"
 #include "tests/checkcuda/check.h"
+#include "tests/checkcuda/plain_tiles.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -53,12 +54,42 @@ static epmoe_status_t reference_experts(const void *args)
     return status;
 }
 
-typedef enum step_t { STEP_GATE_UP, STEP_DOWN, STEP_BOTH } step_t;
+/* The same with weights in tiles. */
+static epmoe_status_t with_tiles(const void *args, epmoe_stream_t stream,
+                                 epmoe_status_t (*call)(const void *args, epmoe_stream_t stream))
+{
+    epmoe_experts_args_t tiled = *(const epmoe_experts_args_t *)args;
+    const int32_t experts = tiled.num_experts, d = tiled.hidden, f = tiled.intermediate;
+    epmoe_status_t status = check_make_tiles(&tiled.gate_up, experts, 2 * f, d, true, stream);
+    if (status == EPMOE_OK) status = check_make_tiles(&tiled.down, experts, d, f, false, stream);
+    if (status == EPMOE_OK) status = call(&tiled, stream);
+    epmoe_status_t dropped = check_drop_tiles(&tiled.gate_up, stream);
+    if (dropped == EPMOE_OK) dropped = check_drop_tiles(&tiled.down, stream);
+    return status == EPMOE_OK ? dropped : status;
+}
+
+static epmoe_status_t run_gate_up_tiles(const void *args, epmoe_stream_t stream)
+{
+    return with_tiles(args, stream, run_gate_up);
+}
+static epmoe_status_t run_down_tiles(const void *args, epmoe_stream_t stream)
+{
+    return with_tiles(args, stream, run_down);
+}
+static epmoe_status_t run_experts_tiles(const void *args, epmoe_stream_t stream)
+{
+    return with_tiles(args, stream, run_experts);
+}
+
+typedef enum step_t { STEP_GATE_UP, STEP_DOWN, STEP_BOTH, STEP_COUNT } step_t;
 
 static const check_op_t ops[] = {
     {"experts_few", sizeof(epmoe_experts_args_t), run_gate_up, reference_gate_up},
     {"experts_few", sizeof(epmoe_experts_args_t), run_down, reference_down},
     {"experts_few", sizeof(epmoe_experts_args_t), run_experts, reference_experts},
+    {"experts_few", sizeof(epmoe_experts_args_t), run_gate_up_tiles, reference_gate_up},
+    {"experts_few", sizeof(epmoe_experts_args_t), run_down_tiles, reference_down},
+    {"experts_few", sizeof(epmoe_experts_args_t), run_experts_tiles, reference_experts},
 };
 
 /* ---------------------------------------------------------------------------------------------------------- cases */
@@ -74,6 +105,7 @@ typedef struct shape_t {
     bool bias, on_input, addend, residual, in_place, counted; /* in_place: y is the residual */
     int32_t actual;                                           /* counted: what num_tokens_dev says */
     bool one_sign;                                            /* of the router weights */
+    bool tiled;                                               /* weights in tiles */
     float alpha, limit;
 } shape_t;
 
@@ -136,7 +168,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape, step
     static const char *const steps[] = {"gate_up", "down", "both"};
     static const char *const routes[] = {"uniform", "one expert", "two experts", "sparse"};
     check_case(
-        c, &ops[step],
+        c, &ops[step + (shape->tiled ? STEP_COUNT : 0)],
         "%s T %d (%d) k %d E %d d %d f %d %s to %s act %d layout %d %s bias %d on input %d addend %d residual %d",
         steps[step], shape->tokens, shape->counted ? shape->actual : shape->tokens, shape->top_k, shape->experts,
         shape->d, shape->f, epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->y_dtype),
@@ -272,6 +304,23 @@ static void check_model_widths(testing_rng_t *rng)
                              .layout = EPMOE_LAYOUT_PACKED,
                              .bias = i < 2,
                              .activation = i < 2 ? EPMOE_ACTIVATION_SWIGLU_OAI : EPMOE_ACTIVATION_SILU};
+            run_one(rng, &shape, step);
+        }
+    check_end();
+}
+
+static void check_tiles(testing_rng_t *rng)
+{
+    static const int32_t widths[][2] = {{64, 64}, {128, 192}, {192, 576}, {2880, 64}, {64, 2880}, {1024, 704}};
+    check_begin("experts_few", "weights in tiles");
+    for (int32_t i = 0; i < 36; i++)
+        for (step_t step = STEP_GATE_UP; step <= STEP_BOTH; step++) {
+            shape_t shape = random_shape(rng, i);
+            shape.d = widths[i % 6][0], shape.f = widths[i % 6][1];
+            shape.layout = EPMOE_LAYOUT_PACKED, shape.tiled = true;
+            shape.top_k = testing_range(rng, 1, 8), shape.experts = testing_range(rng, 1, 6);
+            if (shape.tokens > 4) shape.tokens = 4;
+            if (shape.actual > shape.tokens) shape.actual = shape.tokens;
             run_one(rng, &shape, step);
         }
     check_end();
@@ -438,6 +487,7 @@ void check_experts_few(testing_rng_t *rng)
 {
     check_steps(rng);
     check_model_widths(rng);
+    check_tiles(rng);
     check_whole(rng);
     check_other_path(rng);
     check_alone(rng);

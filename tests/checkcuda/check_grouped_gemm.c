@@ -1,6 +1,8 @@
 #include "base/dtype.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/kernel_table.h"
 #include "tests/checkcuda/check.h"
+#include "tests/checkcuda/plain_tiles.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -37,7 +39,20 @@ static epmoe_status_t reference(const void *args)
     return EPMOE_OK;
 }
 
+/* The same with weights in tiles. */
+static epmoe_status_t run_tiled(const void *args, epmoe_stream_t stream)
+{
+    epmoe_grouped_gemm_args_t tiled = *(const epmoe_grouped_gemm_args_t *)args;
+    const bool gated = tiled.activation < EPMOE_ACTIVATION_NONE;
+    tiled.layout = EPMOE_LAYOUT_PACKED;
+    epmoe_status_t status = check_make_tiles(&tiled.weight, tiled.num_experts, tiled.n, tiled.k, gated, stream);
+    if (status == EPMOE_OK) status = epmoe_grouped_gemm(&tiled, stream);
+    const epmoe_status_t dropped = check_drop_tiles(&tiled.weight, stream);
+    return status == EPMOE_OK ? dropped : status;
+}
+
 static const check_op_t op = {"grouped_gemm", sizeof(epmoe_grouped_gemm_args_t), run, reference};
+static const check_op_t tiled_op = {"grouped_gemm", sizeof(epmoe_grouped_gemm_args_t), run_tiled, reference};
 
 /* ROUTE_ALL: every slot to the same expert, none left out. */
 typedef enum route_t {
@@ -56,6 +71,7 @@ typedef struct shape_t {
     route_t route;
     bool bias, row_weights, weight_on_input, indexed, batch_invariant, x_sorted, y_sorted;
     bool dense; /* without offsets */
+    bool tiled; /* weights in tiles */
     float limit;
 } shape_t;
 
@@ -97,7 +113,7 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
     static const char *const routes[] = {"uniform", "one expert", "few experts", "all to one"};
     check_case(
-        c, &op,
+        c, shape->tiled ? &tiled_op : &op,
         "T %d k %d E %d N %d K %d %s to %s act %d layout %d %s bias %d weights %d on input %d index %d sorted %d%d",
         shape->tokens, shape->top_k, shape->experts, shape->n, shape->k, epmoe_dtype_string(shape->dtype),
         epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)shape->layout, routes[shape->route],
@@ -265,6 +281,70 @@ static void check_tall(testing_rng_t *rng)
     check_end();
 }
 
+/* Weights in tiles: N around the blocks of 128 rows, K of whole steps, every epilogue, tiles of every width and
+ * clusters whose last block has few rows or none. */
+static void check_tiles(testing_rng_t *rng)
+{
+    const int32_t ns[] = {16, 48, 112, 128, 144, 256, 272, 528}, ks[] = {64, 128, 192, 768};
+    if (epmoei_cuda_tier() != 90) return;
+    check_begin("grouped_gemm", "weights in tiles");
+    for (int32_t i = 0; i < 6 * 24; i += check_step(5)) {
+        const bool tall = testing_range(rng, 0, 2) == 0;
+        shape_t shape = {.tokens = testing_range(rng, 1, tall ? 330 : 70),
+                         .top_k = testing_range(rng, 1, 3),
+                         .experts = testing_range(rng, 1, 9),
+                         .n = ns[testing_range(rng, 0, 7)],
+                         .k = ks[testing_range(rng, 0, tall ? 2 : 3)],
+                         .activation = (epmoe_activation_t)(i % 6),
+                         .layout = EPMOE_LAYOUT_INTERLEAVED,
+                         .bias = testing_range(rng, 0, 1),
+                         .row_weights = testing_range(rng, 0, 1),
+                         .dtype = x_dtypes[i / 6 % 2],
+                         .y_dtype = y_dtypes[testing_range(rng, 0, 2)],
+                         .weight_on_input = testing_range(rng, 0, 3) == 0,
+                         .indexed = testing_range(rng, 0, 1),
+                         .x_sorted = testing_range(rng, 0, 2) == 0,
+                         .y_sorted = testing_range(rng, 0, 2) == 0,
+                         .route = (route_t)testing_range(rng, 0, ROUTE_COUNT - 1),
+                         .tiled = true,
+                         .limit = testing_range(rng, 0, 1) ? 0.7f : 0.0f};
+        if (shape.activation >= EPMOE_ACTIVATION_NONE) shape.n -= testing_range(rng, 0, 9);
+        run_one(rng, &shape);
+    }
+    for (int32_t i = 0; i < 4; i++) {
+        shape_t shape = {.tokens = (const int32_t[]){257, 513, 1040, 600}[i],
+                         .top_k = i == 3 ? 3 : 1,
+                         .experts = i == 3 ? 20 : 4,
+                         .n = 4400 - 16 * i,
+                         .k = 64 + 64 * (i % 2),
+                         .activation = i % 2 ? EPMOE_ACTIVATION_SILU : EPMOE_ACTIVATION_NONE,
+                         .layout = EPMOE_LAYOUT_INTERLEAVED,
+                         .row_weights = i % 2,
+                         .dtype = x_dtypes[i / 2],
+                         .y_dtype = x_dtypes[i / 2],
+                         .indexed = i % 2,
+                         .tiled = true,
+                         .route = i == 3 ? ROUTE_UNIFORM : ROUTE_ALL};
+        if (!check_small || i == 0) run_one(rng, &shape);
+    }
+    for (int32_t i = 0; i < 6; i++) {
+        shape_t shape = {.tokens = testing_range(rng, 1, 200),
+                         .top_k = 1,
+                         .experts = 1,
+                         .n = (const int32_t[]){2, 130, 64, 160, 1, 240}[i],
+                         .k = 64 * testing_range(rng, 1, 6),
+                         .activation = i % 2 ? EPMOE_ACTIVATION_NONE : EPMOE_ACTIVATION_SILU,
+                         .layout = EPMOE_LAYOUT_INTERLEAVED,
+                         .dtype = x_dtypes[i % 2],
+                         .y_dtype = EPMOE_F32,
+                         .tiled = true,
+                         .dense = true};
+        if (shape.activation < EPMOE_ACTIVATION_NONE) shape.n = (shape.n + 15) / 16 * 16;
+        run_one(rng, &shape);
+    }
+    check_end();
+}
+
 /* As a layer calls it for the shared expert: one expert, any N, the rows counted on the device. */
 static void check_dense(testing_rng_t *rng)
 {
@@ -423,6 +503,7 @@ void check_grouped_gemm(testing_rng_t *rng)
     check_shapes(rng);
     check_epilogues(rng);
     check_tall(rng);
+    check_tiles(rng);
     check_dense(rng);
     check_nan(rng);
     check_batch_invariance(rng);

@@ -68,6 +68,36 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     if (size.zeros_bytes) CHECK_ADD(c, epmoe_pack_tiles_args_t, zeros, CHECK_OUT, EPMOE_U8, 1, size.zeros_bytes, 16);
 }
 
+/* Of 16 bits: any bits. */
+static void check_plain(testing_rng_t *rng)
+{
+    static const int32_t ns[] = {1, 16, 100, 128, 144, 257, 400};
+    check_begin("pack_tiles", "bf16 and fp16");
+    for (int32_t i = 0; i < 28; i++) {
+        const bool gated = i / 7 % 2;
+        const int32_t n = gated ? (ns[i % 7] + 15) / 16 * 16 : ns[i % 7], k = 64 * testing_range(rng, 1, 5);
+        check_case_t c;
+        epmoe_pack_tiles_args_t args = EPMOE_PACK_TILES_ARGS_INIT;
+        args.backend = EPMOE_BACKEND_CUDA;
+        args.num_experts = testing_range(rng, 1, 4), args.n = n, args.k = k, args.gated = gated;
+        args.weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
+        args.weight.format = i / 14 ? EPMOE_FORMAT_BF16 : EPMOE_FORMAT_F16;
+        check_case(&c, &op, "%s E %d N %d K %d gated %d", epmoe_format_string(args.weight.format), args.num_experts, n,
+                   k, gated);
+        c.tolerance = 0;
+        c.compare = check_compare_bits;
+        memcpy(c.args, &args, sizeof args);
+        const int64_t bytes = (int64_t)args.num_experts * n * k * 2;
+        uint8_t *data = CHECK_ADD(&c, epmoe_pack_tiles_args_t, weight.data, CHECK_IN, EPMOE_U8, 1, bytes, 16);
+        for (int64_t b = 0; b < bytes; b++) data[b] = (uint8_t)testing_next(rng);
+        CHECK_ADD(&c, epmoe_pack_tiles_args_t, data, CHECK_OUT, EPMOE_U8, 1, bytes, 16);
+        check_run(&c);
+        if (i % 7 == 0) check_misaligned(&c);
+        check_free(&c);
+    }
+    check_end();
+}
+
 static const epmoe_format_t formats[] = {EPMOE_FORMAT_GPTQ, EPMOE_FORMAT_AWQ, EPMOE_FORMAT_CT_W4, EPMOE_FORMAT_W4,
                                          EPMOE_FORMAT_MXFP4};
 static const epmoe_dtype_t scales_dtypes[] = {EPMOE_F32, EPMOE_BF16, EPMOE_F16, EPMOE_F8_E8M0};
@@ -89,6 +119,7 @@ static shape_t random_shape(testing_rng_t *rng, epmoe_format_t format, int32_t n
 
 void check_pack_tiles(testing_rng_t *rng)
 {
+    check_plain(rng);
     static const int32_t ns[] = {1, 8, 63, 64, 65, 130, 257}, ks[] = {8, 63, 64, 65, 128, 200, 520};
     check_begin("pack_tiles", "every format, odd sizes");
     for (size_t f = 0; f < sizeof formats / sizeof *formats; f++)
