@@ -97,7 +97,7 @@ epmoe_status_t op_job_create(op_job_t *job, const bench_t *bench, const char *op
     *job = (op_job_t){.bench = bench, .num_tokens = num_tokens};
     for (size_t i = 0; i < sizeof k_kinds / sizeof k_kinds[0]; i++)
         if (!strcmp(k_kinds[i]->name, op)) job->kind = k_kinds[i];
-    if (!job->kind) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "op '%s' is unknown", op);
+    if (!job->kind) return epmoei_fail(EPMOE_ERROR_INTERNAL, "op '%s' has no entry in k_kinds of bench/op_job.c", op);
     EPMOEI_CHECK(job->kind->make(job));
     for (int32_t i = 0; i < job->num_memory; i++) {
         EPMOEI_CHECK(buffer_upload(&job->memory[i]));

@@ -331,8 +331,9 @@ void epmoei_attention_config_read(epmoei_config_section_t section, const epmoei_
     config->head_status = read_head(section, config);
     if (config->head_status != EPMOE_OK)
         snprintf(config->head_message, sizeof config->head_message, "%s", epmoe_last_error());
-    config->status =
-        config->norm_eps > 0 ? read_decoder(section, family, num_layers, hidden, config) : config->head_status;
+    /* Where the family has no rule, that is the reason, whatever the file lacks. */
+    bool readable = config->norm_eps > 0 || !family->attention;
+    config->status = readable ? read_decoder(section, family, num_layers, hidden, config) : config->head_status;
     if (config->status != EPMOE_OK) snprintf(config->message, sizeof config->message, "%s", epmoe_last_error());
 }
 

@@ -246,6 +246,8 @@ Test(attention_config, refused)
     refuses("deepseek_v3", HEADS REST ROPE, BROKEN, "kv_lora_rank is missing", "");
     refuses("qwen3_next", HEADS REST ROPE, UNKNOWN, "the row of qwen3_next in moe/families.c has no rule for attention",
             "MoE blocks only");
+    refuses("qwen3_next", HEADS "\"vocab_size\":100" ROPE, UNKNOWN,
+            "the row of qwen3_next in moe/families.c has no rule for attention", "MoE blocks only");
 }
 
 /* Layers that differ from one another are kept in a table of 1024. */
