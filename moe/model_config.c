@@ -37,9 +37,9 @@ static epmoe_status_t read_router(epmoei_config_section_t section, epmoei_model_
     EPMOEI_CHECK(epmoei_config_get_bool(section, "norm_topk_prob", &layer->renormalize));
     layer->routed_scale = rule->routed_scale;
     EPMOEI_CHECK(epmoei_config_get_float(section, "routed_scaling_factor", &layer->routed_scale));
-    layer->n_group = rule->n_group;
+    layer->n_group = (int32_t)epmoei_max64(rule->n_group, 1); /* a row that says nothing has one group */
     EPMOEI_CHECK(epmoei_config_get_int32(section, "n_group", 1, &layer->n_group));
-    layer->topk_group = (int32_t)epmoei_min64(rule->topk_group, layer->n_group);
+    layer->topk_group = (int32_t)epmoei_min64(epmoei_max64(rule->topk_group, 1), layer->n_group);
     EPMOEI_CHECK(epmoei_config_get_int32(section, "topk_group", 1, &layer->topk_group));
     layer->weight_on_input = rule->weight_on_input;
     if (layer->scoring == EPMOE_SCORING_SPARSE_MIXER)
