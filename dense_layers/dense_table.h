@@ -1,5 +1,5 @@
-/* Which kernel runs a dense op on a backend, as kernels/kernel_table.h does for the ops of the experts: the reference
- * first, then each tier overwrites what it implements. A NULL entry means NOT_SUPPORTED on that backend. */
+/* Which kernel runs a dense op on a backend, as kernels/kernel_table.h does for the ops of the experts: a table
+ * for the reference, one for the CPU, one for CUDA, each whole. A NULL entry means NOT_SUPPORTED on that backend. */
 #ifndef EPMOEI_DENSE_TABLE_H
 #define EPMOEI_DENSE_TABLE_H
 

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 source launch/lib.sh
 
 ops=(topk align permute unpermute silu_and_mul sum grouped_gemm gemm_w4 grouped_gemm_fp8 experts_few route dequant pack_tiles
-    quantize_fp8 gemm_quant few_quant rms_norm rope qk_norm_rope cache_write attention sample spec_verify)
+    quantize_fp8 gemm_quant few_quant linear rms_norm rope qk_norm_rope cache_write attention sample spec_verify)
 [ -z "${OPS:-}" ] || read -r -a ops <<<"$OPS"
 tools=("$@")
 [ $# -gt 0 ] || tools=(memcheck racecheck initcheck synccheck)
