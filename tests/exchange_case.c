@@ -79,6 +79,21 @@ exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype
                              .plain = true};
 }
 
+exchange_case_t exchange_large_case(int32_t size, int32_t most_tokens, uint64_t seed)
+{
+    exchange_case_t c = {.size = size,
+                         .num_experts = 16,
+                         .top_k = 2,
+                         .hidden = 264,
+                         .dtype = EPMOE_F16,
+                         .seed = seed,
+                         .identity = true,
+                         .large = true,
+                         .plain = true};
+    for (int32_t r = 0; r < EXCHANGE_RANKS; r++) c.tokens[r] = r % 4 == 1 ? 0 : most_tokens - r % 3;
+    return c;
+}
+
 /* The codes are those of the op; what they mean comes from E4M3's definition. */
 static void *arrive(const exchange_case_t *c, const void *x, int32_t num_tokens)
 {
@@ -112,7 +127,10 @@ exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
         .ids = allocate(slots * 4),
         .weights = allocate(slots * 4),
     };
-    if (c->identity)
+    if (c->large) /* 11 bits, of which the lowest is 32 */
+        for (int64_t i = 0; i < elements; i++)
+            epmoei_store(inputs.x, c->dtype, i, 32 * (float)testing_range(&rng, -2047, 2047));
+    else if (c->identity)
         for (int64_t i = 0; i < elements; i++) epmoei_store(inputs.x, c->dtype, i, (float)testing_range(&rng, -31, 31));
     else
         testing_fill_normal(&rng, inputs.x, c->dtype, elements, 1.0f);
@@ -121,6 +139,11 @@ exchange_inputs_t exchange_inputs(const exchange_case_t *c, int32_t rank)
         bool unused = !c->plain && testing_range(&rng, 0, 5) == 0;
         inputs.ids[i] = unused ? -1 : testing_range(&rng, c->first_id, last_id);
         /* The weight of an unused slot must not be read. */
+        if (c->large) {
+            inputs.ids[i] = i % 2 ? c->num_experts - 1 : 0;
+            inputs.weights[i] = i % 2 ? -3.5f : 4;
+            continue;
+        }
         inputs.weights[i] = unused ? NAN : c->identity ? 1.0f / (float)c->top_k : testing_uniform(&rng, 0.05f, 1.0f);
     }
     if (c->plain) return inputs;

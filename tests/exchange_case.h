@@ -15,6 +15,8 @@ typedef struct exchange_case_t {
     uint64_t seed;
     epmoe_dtype_t wire; /* 0 = dtype */
     bool identity; /* experts return x, x is small integers, k a power of 2, weights are 1/k: y must be x exactly */
+    bool large;    /* k is 2, to the first and the last expert with weights 4 and -3.5, x up to fp16's largest: with
+                      identity    y must be x / 2 exactly, while a row of one expert is beyond fp16 */
     bool plain;    /* no slot is -1, no shared expert's rows, no residual */
     int32_t first_id, last_id; /* ids are drawn from these; last_id 0 = all experts */
     int32_t num_physical;      /* 0 = no placement */
@@ -41,6 +43,8 @@ void exchange_place(testing_rng_t *rng, exchange_case_t *c);
 exchange_case_t exchange_placed_case(testing_rng_t *rng, int32_t i, int32_t size);
 /* A random case with another number of tokens on every rank, none on one of the first 16. */
 exchange_case_t exchange_uneven_case(testing_rng_t *rng, int32_t i, int32_t size);
+/* A large case of fp16, with at most so many tokens on a rank. */
+exchange_case_t exchange_large_case(int32_t size, int32_t most_tokens, uint64_t seed);
 /* An identity case with very different token counts. */
 exchange_case_t exchange_identity_case(int32_t size, int32_t hidden, epmoe_dtype_t dtype, uint64_t seed);
 

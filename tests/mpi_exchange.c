@@ -135,6 +135,8 @@ static void cases(uint64_t seed)
         if (i % 2) exchange_place(&rng, &c);
         run_case(comm, &c, 2);
     }
+    exchange_case_t large = exchange_large_case(size, 30, seed);
+    run_case(comm, &large, 2);
     epmoe_comm_destroy(comm);
 }
 

@@ -1,6 +1,9 @@
 #include "tests/quant_case.h"
 
+#include "base/dtype.h"
+
 #include <criterion/criterion.h>
+#include <math.h>
 
 static void fill_index(testing_rng_t *rng, quant_case_t *made, int64_t experts, int64_t k, int64_t groups,
                        int32_t group, quant_index_t index, int64_t orders)
@@ -66,6 +69,48 @@ quant_case_t quant_case_make_rows(testing_rng_t *rng, epmoe_format_t format, int
     made.data = data, made.zeros = zeros;
     made.weight.data = data, made.weight.scales = made.scales, made.weight.g_idx = made.g_idx;
     made.weight.zeros = sizes.zeros_bytes ? zeros : NULL;
+    return made;
+}
+
+/* Codes of 1 and -1; half a byte of a 4-bit one twice. */
+static uint8_t code_of(epmoe_format_t format, bool negative)
+{
+    if (format == EPMOE_FORMAT_FP8_BLOCK) return negative ? 0xB8 : 0x38;
+    if (format == EPMOE_FORMAT_MXFP4) return negative ? 0xAA : 0x22;
+    return negative ? 0x77 : 0x99; /* about a zero point of 8 */
+}
+
+quant_case_t quant_case_constant(epmoe_format_t format, int64_t experts, int64_t n, int64_t k, const float *values)
+{
+    quant_case_t made = {.weight = EPMOE_WEIGHT_INIT};
+    made.weight.format = format;
+    if (!epmoei_format_is_quantised(format)) {
+        epmoe_dtype_t dtype = epmoei_dtype_of_format(format);
+        made.weight.data = made.data = testing_buffer(experts * n * k * epmoe_dtype_size(dtype), 0);
+        made.scales = testing_buffer(0, 0), made.zeros = testing_buffer(0, 0);
+        for (int64_t i = 0; i < experts * n * k; i++) epmoei_store(made.data, dtype, i, values[2 * i / (n * k)]);
+        return made;
+    }
+    testing_rng_t rng = testing_rng(1);
+    made = quant_case_make(&rng, format, experts, n, k, 128, QUANT_INDEX_NONE, 0);
+    epmoe_weight_t filled = made.weight;
+    cr_assert_eq(epmoei_quant_check_weight(&filled, "weight", k), EPMOE_OK, "%s", epmoe_last_error());
+    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(format, n, k, filled.group_size, 0);
+    /* One group each, so that scales lie by rows. */
+    cr_assert(k == 128 && (n % 256 == 0 || format != EPMOE_FORMAT_FP8_BLOCK || values[0] == values[1]));
+    for (int64_t e = 0; e < experts; e++) {
+        memset((uint8_t *)made.data + e * sizes.data_bytes, code_of(format, values[2 * e] < 0),
+               (size_t)sizes.data_bytes);
+        for (int64_t i = 0; i < sizes.scales; i++) {
+            float size = fabsf(values[2 * e + 2 * i / sizes.scales]);
+            if (format == EPMOE_FORMAT_MXFP4)
+                ((uint8_t *)made.scales)[e * sizes.scales + i] = (uint8_t)(127 + ilogbf(size));
+            else
+                epmoei_store(made.scales, EPMOE_BF16, e * sizes.scales + i, size);
+        }
+    }
+    memset(made.zeros, format == EPMOE_FORMAT_GPTQ ? 0x77 : 0x88, (size_t)(experts * sizes.zeros_bytes));
+    if (format == EPMOE_FORMAT_W4) made.weight.zeros = NULL; /* a byte each; none is 8 */
     return made;
 }
 

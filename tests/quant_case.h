@@ -24,6 +24,9 @@ quant_case_t quant_case_make(testing_rng_t *rng, epmoe_format_t format, int64_t 
 /* The same with FP8_BLOCK's group_rows. */
 quant_case_t quant_case_make_rows(testing_rng_t *rng, epmoe_format_t format, int64_t experts, int64_t n, int64_t k,
                                   int32_t group, int32_t group_rows, quant_index_t index, int64_t second_half);
+/* All elements of the first half of expert e's rows are values[2 e], of the second values[2 e + 1]: powers of two, of
+ * one sign in each expert. 16-bit formats too. k is 128, one group; halves that differ are multiples of 128 rows. */
+quant_case_t quant_case_constant(epmoe_format_t format, int64_t experts, int64_t n, int64_t k, const float *values);
 void quant_case_free(quant_case_t *made); /* ends the test if a guard was written */
 
 #endif

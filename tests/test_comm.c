@@ -128,6 +128,16 @@ Test(comm, identity_is_exact_at_model_widths)
     }
 }
 
+/* Partial rows beyond fp16's largest that cancel at home. */
+Test(comm, fp16_rows_do_not_overflow_on_their_way)
+{
+    static const int32_t sizes[] = {1, 2, 3, 8};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        run_t run = {.rounds = 2, .exchange = exchange_large_case(sizes[i], 20, testing_seed())};
+        run_case(&run);
+    }
+}
+
 /* A rank without tokens takes part; a rank that no token is sent to gets its own tokens back; nobody has any. */
 Test(comm, empty_ranks)
 {

@@ -3,6 +3,7 @@
 #include "tests/quant_case.h"
 
 #include <criterion/criterion.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -140,4 +141,59 @@ Test(layer_quant, fallback_to_fp32_is_said)
         cr_assert_str_eq(warnings, cases[i].warnings);
     }
     epmoe_set_log(NULL, NULL);
+}
+
+/* fp16 rows of +-131072, twice the largest fp16, that their weights bring back: h = silu(32) * 1, down 128 times 32.
+ * And rows of zeros, whatever is quantised on the way. */
+Test(layer_quant, fp16_does_not_overflow_before_the_weight)
+{
+    enum { kExperts = 4, kWide = 128, kRows = 9 };
+    static const struct {
+        epmoe_format_t format;
+        int32_t fp8_activations;
+    } cases[] = {{EPMOE_FORMAT_F16, 0},       {EPMOE_FORMAT_BF16, 0}, {EPMOE_FORMAT_FP8_BLOCK, 0},
+                 {EPMOE_FORMAT_FP8_BLOCK, 1}, {EPMOE_FORMAT_GPTQ, 0}, {EPMOE_FORMAT_AWQ, 0},
+                 {EPMOE_FORMAT_CT_W4, 0},     {EPMOE_FORMAT_W4, 0},   {EPMOE_FORMAT_MXFP4, 0}};
+    static const float gates_and_ups[] = {.25f, 0x1p-7f, .25f, 0x1p-7f, .25f, 0x1p-7f, .25f, 0x1p-7f};
+    static const float downs[] = {32, 32, 32, 32, 32, 32, -32, -32};
+    float router[kExperts * kWide] = {0}, logits[2][kRows * kExperts];
+    /* Probability 1/4 of the first; 1/2 of the first and of the last. */
+    for (int i = 0; i < kRows * kExperts; i++) logits[0][i] = 0, logits[1][i] = i % 4 % 3 ? -INFINITY : 0;
+    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
+    epmoe_comm_t *comm = NULL;
+    comm_config.backend = EPMOE_BACKEND_CPU;
+    cr_assert_eq(epmoe_comm_create(NULL, &comm_config, &comm), EPMOE_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (int32_t k = 1; k <= 2; k++) {
+            epmoe_layer_config_t config = EPMOE_LAYER_CONFIG_INIT;
+            config.hidden = config.intermediate = kWide, config.num_experts = kExperts, config.top_k = k;
+            config.dtype = EPMOE_F16, config.max_tokens = kRows;
+            config.fp8_activations = cases[i].fp8_activations ? 1 : -1;
+            quant_case_t gate_up = quant_case_constant(cases[i].format, kExperts, 2 * kWide, kWide, gates_and_ups);
+            quant_case_t down = quant_case_constant(cases[i].format, kExperts, kWide, kWide, downs);
+            epmoe_layer_weights_t weights = EPMOE_LAYER_WEIGHTS_INIT;
+            weights.router_dtype = EPMOE_F32, weights.router = router;
+            weights.gate_up = gate_up.weight, weights.down = down.weight;
+            epmoe_layer_t *layer = NULL;
+            cr_assert_eq(epmoe_layer_create(&config, comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
+            cr_assert_eq(epmoe_layer_set_weights(layer, &weights), EPMOE_OK, "%s", epmoe_last_error());
+            for (int32_t one = 0; one < 2; one++)
+                for (int32_t tokens = 1; tokens <= kRows; tokens += kRows - 1) {
+                    uint16_t x[kRows * kWide], *y = testing_buffer(tokens * kWide * 2, 0);
+                    for (int j = 0; j < kRows * kWide; j++) epmoei_store(x, EPMOE_F16, j, (float)one);
+                    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+                    args.num_tokens = tokens, args.x = x, args.y = y, args.logits = logits[k - 1];
+                    cr_assert_eq(epmoe_layer_forward_args(layer, &args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+                    const float expected = one && k == 1 ? 32768.0f : 0.0f;
+                    for (int j = 0; j < tokens * kWide; j++)
+                        cr_assert_eq(epmoei_load(y, EPMOE_F16, j), expected, "%s, k %d, x %d: y[%d] is %g",
+                                     epmoe_format_string(cases[i].format), k, one, j,
+                                     (double)epmoei_load(y, EPMOE_F16, j));
+                    cr_assert(testing_guards_intact(y));
+                    testing_buffer_free(y);
+                }
+            epmoe_layer_destroy(layer);
+            quant_case_free(&gate_up), quant_case_free(&down);
+        }
+    epmoe_comm_destroy(comm);
 }

@@ -150,8 +150,8 @@ Test(quantize_fp8, rejected_calls)
     uint8_t *q = testing_buffer(4, 0);
     float *scale = testing_buffer(16, 0);
     epmoe_quantize_fp8_args_t args = args_of(x, 2, 2, EPMOE_GRANULARITY_TENSOR, q, scale);
-    bool untouched = testing_is_poison(q, 0, 4) && testing_is_poison(scale, 0, 16);
-#define REJECTS(needle, statement) OP_INVALID(epmoe_quantize_fp8, args, needle, untouched, statement)
+#define UNTOUCHED                  (testing_is_poison(q, 0, 4) && testing_is_poison(scale, 0, 16))
+#define REJECTS(needle, statement) OP_INVALID(epmoe_quantize_fp8, args, needle, UNTOUCHED, statement)
     REJECTS("num_tokens is -1", bad.num_tokens = -1);
     REJECTS("hidden is 0", bad.hidden = 0);
     REJECTS("dtype is", bad.dtype = EPMOE_F8_E4M3);
@@ -167,7 +167,9 @@ Test(quantize_fp8, rejected_calls)
     REJECTS("pow2 is given", (bad.static_scale = &good, bad.pow2 = 1));
     REJECTS("scale_ub is given", (bad.static_scale = &good, bad.scale_ub = &good));
     REJECTS("granularity is 2", (bad.static_scale = &good, bad.granularity = EPMOE_GRANULARITY_TOKEN));
-    OP_STRUCT_SIZES(epmoe_quantize_fp8, args, sizeof args, true, q[3] == 0x7E);
+#undef REJECTS
+    OP_STRUCT_SIZES(epmoe_quantize_fp8, args, sizeof args, UNTOUCHED, q[3] == 0x7E);
+#undef UNTOUCHED
     epmoe_quantize_fp8_args_t none = args_of(NULL, 0, 2, EPMOE_GRANULARITY_TOKEN, NULL, NULL);
     cr_assert_eq(epmoe_quantize_fp8(&none, NULL), EPMOE_OK, "%s", epmoe_last_error());
     testing_buffer_free(q), testing_buffer_free(scale);

@@ -173,6 +173,85 @@ Test(tool_check, whole_file)
     testing_process_free(&process);
 }
 
+/* Every family and format with all of its tensors off their alignment, as a header of odd length leaves them: the same
+ * digits. */
+Test(tool_check, tensors_at_odd_addresses)
+{
+    static const char *const names[] = {"mixtral",
+                                        "qwen2_moe",
+                                        "qwen3_moe",
+                                        "deepseek_v2",
+                                        "deepseek_v3",
+                                        "glm4_moe",
+                                        "gpt_oss",
+                                        "deepseek_v3_ct_w4",
+                                        "deepseek_v3_fp8",
+                                        "deepseek_v3_gptq_actorder",
+                                        "deepseek_v3_gptq_asym_v1",
+                                        "gpt_oss_mxfp4",
+                                        "qwen3_moe_awq",
+                                        "qwen3_moe_fp8",
+                                        "qwen3_moe_gptq",
+                                        "qwen3_moe_gptq_v2_g128"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        char file[128];
+        testing_process_t copied = testing_run(60, "cp -r '" GOLDEN "%s' '%s'", names[i], testing_path(""));
+        cr_assert_eq(copied.exit_code, 0, "%s", copied.errors);
+        testing_process_t aligned = testing_tool("check %s --backend cpu --format json", names[i]);
+        snprintf(file, sizeof file, "%s/model", names[i]);
+        testing_shift(file, 1);
+        snprintf(file, sizeof file, "%s/golden", names[i]);
+        testing_shift(file, 3);
+        testing_process_t odd = testing_tool("check %s --backend cpu --format json", names[i]);
+        cr_expect(aligned.exit_code == 0 && odd.exit_code == 0, "%s: %s%s", names[i], aligned.errors, odd.errors);
+        cr_expect_str_eq(odd.output, aligned.output, "%s", names[i]);
+        cr_expect(strstr(odd.output, ".moe\""), "%s", odd.output);
+        testing_process_free(&copied), testing_process_free(&aligned), testing_process_free(&odd);
+    }
+}
+
+/* FP8 codes without their scale, of every projection there is: an error that names it. */
+Test(tool_check, scales_that_are_missing)
+{
+    static const char *const names[] = {"qwen3_moe_fp8", "deepseek_v3_fp8"};
+    static const int32_t projections[] = {7, 11}; /* of an expert, a shared one, GQA and MLA */
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        testing_process_t copied = testing_run(60, "cp -r '" GOLDEN "%s' '%s'", names[i], testing_path(""));
+        cr_assert_eq(copied.exit_code, 0, "%s", copied.errors);
+        testing_process_free(&copied);
+        char file[128], scale[128];
+        snprintf(file, sizeof file, "%s/model.safetensors", names[i]);
+        epmoei_safetensors_t *source;
+        char path[512];
+        snprintf(path, sizeof path, GOLDEN "%s/model.safetensors", names[i]);
+        cr_assert_eq(epmoei_safetensors_open(path, &source), EPMOE_OK, "%s", epmoe_last_error());
+        int32_t tried = 0;
+        for (int64_t t = 0; t < epmoei_safetensors_count(source); t++) {
+            const char *name = epmoei_safetensors_at(source, t)->name, *expert = strstr(name, "mlp.experts.");
+            if (!strstr(name, ".weight_scale_inv") || (expert && !strstr(name, "mlp.experts.0."))) continue;
+            /* The name in the header becomes another of the same length, and itself again. */
+            snprintf(scale, sizeof scale, "%.*sxyz", (int)(strlen(name) - 3), name);
+            for (int32_t back = 0; back < 2; back++) {
+                testing_process_t changed = testing_run(60, "sed -i 's/\"%s\"/\"%s\"/' '%s'", back ? scale : name,
+                                                        back ? name : scale, testing_path(file));
+                cr_assert_eq(changed.exit_code, 0, "%s", changed.errors);
+                testing_process_free(&changed);
+                if (back) break;
+                testing_process_t process = testing_tool("check %s --backend cpu", names[i]);
+                cr_expect_eq(process.exit_code, 2, "%s: exit %d", name, process.exit_code);
+                cr_expect(strstr(process.errors, name) && strstr(process.errors, "is missing"), "%s", process.errors);
+                testing_process_free(&process);
+            }
+            tried++;
+        }
+        epmoei_safetensors_close(source);
+        cr_expect_eq(tried, projections[i], "%s: %d", names[i], tried);
+        testing_process_t whole = testing_tool("check %s --backend cpu", names[i]);
+        cr_expect_eq(whole.exit_code, 0, "%s", whole.errors);
+        testing_process_free(&whole);
+    }
+}
+
 Test(tool_check, partial_files)
 {
     file_t file = read_golden("mixtral");
