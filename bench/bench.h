@@ -10,6 +10,8 @@
 #include "bench/routing.h"
 #include "comm/placement.h"
 
+#include <stdio.h>
+
 typedef struct bench_t {
     program_t *program;
     const options_t *options;
@@ -31,6 +33,7 @@ typedef struct bench_t {
     epmoei_placement_t *placed; /* as this rank's tokens use it */
     ceilings_t ceilings;
     int64_t weight_bytes; /* of this rank */
+    FILE *plot;           /* the cases' lines in JSON, or NULL; see plot.h */
 } bench_t;
 
 /* As --backend and --dtype spell them. */

@@ -4,6 +4,7 @@
 #include "bench/exchange.h"
 #include "bench/op.h"
 #include "bench/placement.h"
+#include "bench/plot.h"
 #include "bench/report.h"
 
 #include "base/device.h"
@@ -257,6 +258,7 @@ static int work(program_t *program, const options_t *options)
     if (status != EPMOE_OK) return program_report(program, status);
 
     bool cuda = bench.backend == EPMOE_BACKEND_CUDA;
+    EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, plot_begin(&bench)), done);
     EPMOEI_CHECK_GOTO(choose_graph(&bench), done);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(program->comm, configure(&bench)), done);
     EPMOEI_CHECK_GOTO(placement_configure(&bench), done);
@@ -267,6 +269,8 @@ static int work(program_t *program, const options_t *options)
     EPMOEI_CHECK_GOTO(run(&bench, &wrong), done);
 done:
     report_idle(&bench);
+    const epmoe_status_t drawn = plot_end(&bench, status == EPMOE_OK);
+    if (status == EPMOE_OK) status = drawn;
     code = bench_report(program, status);
     if (!code && wrong) code = PROGRAM_FAILED;
     if (!bench.run.decoder) epmoe_layer_destroy(bench.layer);

@@ -30,6 +30,7 @@ enum {
     OPT_ACT,
     OPT_WIRE,
     OPT_FORMAT,
+    OPT_PLOT,
     OPT_SEED,
     OPT_TIMEOUT,
     OPT_OP,
@@ -65,6 +66,7 @@ static const struct option k_options[] = {
     {"act", required_argument, NULL, OPT_ACT},
     {"wire", required_argument, NULL, OPT_WIRE},
     {"format", required_argument, NULL, OPT_FORMAT},
+    {"plot", required_argument, NULL, OPT_PLOT},
     {"seed", required_argument, NULL, OPT_SEED},
     {"timeout", required_argument, NULL, OPT_TIMEOUT},
     {"op", required_argument, NULL, OPT_OP},
@@ -128,6 +130,8 @@ static const char k_help[] =
     "What it says\n"
     "  --check[=0|1]            compare with the reference; default 1\n"
     "  --format table|json      json: one object per line and case; default table\n"
+    "  --plot FILE              draws the cases against the roofline, and their stages; .svg, .pdf or .png; needs\n"
+    "                           python3 with Matplotlib\n"
     "  --list-models            the models that --model knows\n"
     "  --help                   this text\n"
     "Test aids\n"
@@ -377,6 +381,7 @@ static const char *parse_option(options_t *options, int option, const char *text
         flag = find_name(formats, text);
         options->json = flag == 1;
         return flag >= 0 ? NULL : "table or json";
+    case OPT_PLOT: options->plot_path = text; return text[0] ? NULL : "a file's name: .svg, .pdf or .png";
     case OPT_SEED:
         if (!parse_int64(text, 0, INT64_MAX, &seed)) return "a number from 0 on";
         options->seed = (uint64_t)seed;
@@ -421,6 +426,7 @@ static const char *check_together(options_t *options)
         return "--hidden, --intermediate, --top-k and --heads need --op";
     if (op && options->wire_dtype && !options_exchange(options)) return "--wire is for the layer and --op exchange";
     if (op && options->comm_sms && !options_exchange(options)) return "--comm-sms is for the layer and --op exchange";
+    if (op && options->plot_path) return "--plot draws the layer's cases, not those of --op";
     if (op && options->capacity) return "--capacity is for the layer, not for --op";
     if (op && options->fp8_activations) return "--act is for the layer, not for --op";
     if (op && (options->inject_nan || options->inject_sleep_rank >= 0))

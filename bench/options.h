@@ -42,6 +42,7 @@ typedef struct options_t {
     int32_t graph;
     bool check;
     bool json;
+    const char *plot_path; /* or NULL */
     uint64_t seed;
     double timeout_s;
     int32_t num_ops; /* 0: the layer */

@@ -194,7 +194,8 @@ static void print_case(const bench_t *bench, const bench_case_t *made, const cas
 epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result)
 {
     if (bench->program->rank) return EPMOE_OK;
-    if (bench->options->json) return report_json_case(bench, made, result);
+    if (bench->plot) EPMOEI_CHECK(report_json_case(bench, made, result, bench->plot));
+    if (bench->options->json) return report_json_case(bench, made, result, stdout);
     print_case(bench, made, result);
     return EPMOE_OK;
 }

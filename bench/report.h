@@ -13,7 +13,7 @@ epmoe_status_t report_case(const bench_t *bench, const bench_case_t *made, const
 void report_op_header(const bench_t *bench);
 epmoe_status_t report_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result);
 /* report_json.c: one object on one line. */
-epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result);
+epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result, FILE *to);
 epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result);
 void report_footer(const bench_t *bench, int64_t wrong);
 

@@ -23,7 +23,7 @@ typedef struct json_field_t {
 } json_field_t;
 
 /* Prints one line and takes the values over. */
-static epmoe_status_t print_json(const json_field_t *fields, size_t count)
+static epmoe_status_t print_json(const json_field_t *fields, size_t count, FILE *to)
 {
     json_t *object = json_object();
     int failed = 0;
@@ -31,8 +31,8 @@ static epmoe_status_t print_json(const json_field_t *fields, size_t count)
     char *text = failed ? NULL : json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(9));
     json_decref(object);
     if (!text) return epmoei_fail(EPMOE_ERROR_OUT_OF_MEMORY, "the result's JSON cannot be built");
-    puts(text);
-    fflush(stdout);
+    fprintf(to, "%s\n", text);
+    fflush(to);
     free(text);
     return EPMOE_OK;
 }
@@ -79,7 +79,7 @@ static json_t *json_tokens(const bench_t *bench, const bench_case_t *made)
     return NULL;
 }
 
-epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result)
+epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, const case_result_t *result, FILE *to)
 {
     const options_t *options = bench->options;
     const epmoe_layer_config_t *config = &bench->config;
@@ -138,7 +138,7 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
         {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
         {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
     };
-    return print_json(fields, sizeof fields / sizeof fields[0]);
+    return print_json(fields, sizeof fields / sizeof fields[0], to);
 }
 
 epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result)
@@ -175,5 +175,5 @@ epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_
         {"wrong", result->checked ? json_integer(result->wrong) : json_null()},
         {"max_rel_err", result->checked ? number(result->max_rel_err) : json_null()},
     };
-    return print_json(fields, sizeof fields / sizeof fields[0]);
+    return print_json(fields, sizeof fields / sizeof fields[0], stdout);
 }

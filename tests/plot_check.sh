@@ -4,6 +4,13 @@
 #   plot_check.sh SOURCE_DIR BUILD_DIR PYTHON
 set -euo pipefail
 source=$1 build=$2 python=$3
+# The first Python of these that has Matplotlib.
+for candidate in "$python" python3 /usr/bin/python3; do
+    if "$candidate" -c 'import matplotlib' 2>/dev/null; then
+        python=$candidate
+        break
+    fi
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() {
@@ -21,6 +28,25 @@ for part in 'measured bf16' 'measured fp32' 'roof bf16' 'roof fp32' 'stage route
     grep -q "id=\"$part" "$work/out.svg" || fail "the picture lacks '$part'"
 done
 if grep -q 'id="stage act"' "$work/out.svg"; then fail 'a stage of no time is drawn'; fi
+
+# The bench draws its own cases; what it cannot draw it says before it measures.
+export EPMOE_PYTHON=$python MPLCONFIGDIR=$work OMP_NUM_THREADS=1
+bench() { "$build/moe_layer_bench" --backend cpu --checkpoint "$source/tests/data/golden/mixtral" --iters 2 "$@"; }
+bench --tokens 2,8 --plot "$work/own.svg" >"$work/table" || fail 'the bench does not draw'
+grep -q 'own.svg: 2 runs' "$work/table" || fail 'the bench does not say what it drew'
+for part in 'measured bf16' 'roof bf16' 'stage gemm1'; do
+    grep -q "id=\"$part" "$work/own.svg" || fail "the bench's picture lacks '$part'"
+done
+code=0
+bench --plot "$work/none.svg" --op topk >/dev/null 2>"$work/errors" || code=$?
+[ $code -eq 2 ] || fail "--plot with --op gives $code"
+code=0
+EPMOE_PYTHON=$work/nowhere bench --plot "$work/none.svg" >"$work/table" 2>"$work/errors" || code=$?
+[ $code -eq 3 ] && grep -q EPMOE_PYTHON "$work/errors" || fail "a Python that is not there gives $code"
+if grep -q ceilings "$work/table"; then fail 'it was measured all the same'; fi
+code=0
+bench --tokens 2 --plot "$work/no/such/folder.svg" >/dev/null 2>"$work/errors" || code=$?
+[ $code -eq 2 ] && grep -q 'was not drawn' "$work/errors" || fail "a folder that is not there gives $code"
 
 # Worked by hand: 2 TFLOP/s in 30 us with a floor of 10 us is a roof of 6; runs are sorted by tokens.
 "$python" - "$source/bench" <<'END'
