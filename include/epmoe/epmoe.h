@@ -218,9 +218,9 @@ typedef enum epmoe_layout_t {
  * On CUDA epmoe_dequant takes all of these; products take FP8_BLOCK, W4 and MXFP4, aligned to 16 bytes, scales and
  * zeros too: FP8_BLOCK as above (K a multiple of 16, g a multiple of 64 or >= K; with PACKED and an activation rows 2i
  * are gate and 2i+1 up), W4 and MXFP4 with PACKED alone and as EPMOE_STORAGE_TILES, which epmoe_pack_tiles makes of
- * rows (g 16, 32, a multiple of 64 or >= K). BF16 and F16 may be tiles too on compute capability 9.0, which streams them
- * faster than rows (PACKED with an activation; K a multiple of 64). A layer makes the tiles of its own weights.
- * Compute capability 9.0 with bf16 rounds scale and weight of W4 to bf16. */
+ * rows (g 16, 32, a multiple of 64 or >= K). BF16 and F16 may be tiles too on compute capability 9.0, which streams
+ * them faster than rows (K a multiple of 64; with an activation PACKED, N a multiple of 16). A layer makes the tiles of
+ * its own weights. Compute capability 9.0 with bf16 rounds scale and weight of W4 to bf16. */
 /* clang-format on */
 typedef enum epmoe_storage_t {
     EPMOE_STORAGE_ROWS = 0,  /* as above */
@@ -377,7 +377,8 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
  * out of range or, of W4, that is no permutation.
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
- * that are not stored in tiles, and for tiles on the CPU.
+ * that are not stored in tiles, BF16 and F16 in tiles of other sizes or on other devices than epmoe_weight_t says, and
+ * tiles on the CPU.
  * fp8_activations on CUDA need compute capability 9.0, K (gated: N too) a multiple of 16, group_size a
  * multiple of 128 or covering the weight, group_rows the same; with GATE_FIRST up rows begin with a block.
  * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
@@ -562,18 +563,20 @@ EPMOE_API epmoe_status_t epmoe_dequant(const epmoe_dequant_args_t *args, epmoe_s
 
 /* A weight of 4-bit codes, or of 16 bits, as the tiles that products on CUDA compute on (EPMOE_STORAGE_TILES): values
  * are kept bit for bit. BF16, F16 and MXFP4 stay what they are; W4, GPTQ, AWQ and CT_W4 become W4. The layout is the
- * library's own and may change with its version. epmoe_pack_tiles_size gives their sizes and the weight argument for a
- * product, in which the caller sets where the arrays are; the product then wants EPMOE_LAYOUT_PACKED. gated     rows
- * 0..N/2-1 are gate and the others up rows of one product with an activation, whose bias then has gate and up in turns
+ * library's own and may change with its version. epmoe_pack_tiles_size gives the arrays' sizes and the weight argument
+ * for a product, in which the caller sets where they are; the product then wants EPMOE_LAYOUT_PACKED.
+ *   gated     rows 0..N/2-1 are gate and the others up rows of one product with an activation, whose bias then has gate
+ *             and up in turns
  *   g_idx     of W4: the order of the columns stays with the caller, tiles have the same stored columns. Products on
  *             CUDA take one order for all rows, [E,K]: that of gate and up rows must be the same. Not of the others
  *   zeros     of W4: zero points, NULL when the weight has none (CT_W4 and W4)
  *   backend   CUDA packs from device memory to device memory, CPU within host memory, for a caller who copies the
  *             arrays to a device; they hold the same bytes
  * Errors: INVALID_ARGUMENT for sizes below 1, N odd with gated, another format, a weight in tiles, a g_idx of GPTQ or
- * CT_W4, NULL pointers, on CUDA out arrays that are not aligned to 16 bytes, the weight's not to 4, or of 16 bits not
+ * CT_W4, NULL pointers, on CUDA out arrays that are not aligned to 16 bytes and weights not to 4, those of 16 bits not
  * to 16; NOT_SUPPORTED for groups and K that products on CUDA do not take, of 16 bits for K that is no multiple of 64
- * and N that is none of 16 with gated. No aliasing. Floor: bytes = the weight's + those of the tiles. */
+ * and, with gated, N that is none of 16.
+ * No aliasing. Floor: bytes = the weight's + those of the tiles. */
 typedef struct epmoe_pack_tiles_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -584,8 +587,8 @@ typedef struct epmoe_pack_tiles_args_t {
     int32_t reserved;
     epmoe_weight_t weight; /* [E,N,K] */
     void *data;            /* out */
-    void *scales;          /* out; as zeros */
-    void *zeros;           /* out; NULL where epmoe_pack_tiles_size says 0 bytes */
+    void *scales;          /* out; may be NULL where epmoe_pack_tiles_size says 0 bytes */
+    void *zeros;           /* out; as scales */
 } epmoe_pack_tiles_args_t;
 #define EPMOE_PACK_TILES_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_pack_tiles_args_t)
 
