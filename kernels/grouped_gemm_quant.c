@@ -45,7 +45,7 @@ epmoe_status_t epmoei_grouped_gemm_quant_check_cuda(const epmoe_grouped_gemm_arg
     epmoe_format_t format = args->weight.format;
     if (format != EPMOE_FORMAT_FP8_BLOCK && format != EPMOE_FORMAT_W4 && format != EPMOE_FORMAT_MXFP4)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "weight.format is %s: on CUDA expected bf16, f16, fp8_block, w4 or mxfp4",
+                           "weight.format is %s: on CUDA expected bf16, fp16, fp8_block, w4 or mxfp4",
                            epmoe_format_string(format));
     if (args->x_dtype != EPMOE_BF16 && args->x_dtype != EPMOE_F16)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,

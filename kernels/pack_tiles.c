@@ -23,7 +23,7 @@ static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k)
     for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++) known |= weight->format == formats[i];
     if (!known)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "weight.format is %d (%s): expected bf16, f16, gptq, awq, ct_w4, mxfp4 or w4",
+                           "weight.format is %d (%s): expected bf16, fp16, gptq, awq, ct, mxfp4 or w4",
                            (int)weight->format, epmoe_format_string(weight->format));
     EPMOEI_CHECK(epmoei_quant_check_weight(weight, "weight", k));
     EPMOEI_CHECK(check_rows(weight));

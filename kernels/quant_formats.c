@@ -88,9 +88,17 @@ epmoei_quant_t epmoei_quant_of_weight(const epmoe_weight_t *weight, int64_t rows
     };
 }
 
+static epmoe_status_t check_storage_known(const epmoe_weight_t *weight, const char *name)
+{
+    if (weight->storage == EPMOE_STORAGE_ROWS || weight->storage == EPMOE_STORAGE_TILES) return EPMOE_OK;
+    return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.storage is %d: expected an epmoe_storage_t", name,
+                       (int)weight->storage);
+}
+
 epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char *name)
 {
     if (weight->storage == EPMOE_STORAGE_ROWS) return EPMOE_OK;
+    EPMOEI_CHECK(check_storage_known(weight, name));
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                        "%s.storage is %d: expected EPMOE_STORAGE_ROWS (0): tiles are for products on CUDA alone", name,
                        (int)weight->storage);
@@ -99,14 +107,12 @@ epmoe_status_t epmoei_weight_check_rows(const epmoe_weight_t *weight, const char
 epmoe_status_t epmoei_weight_check_storage(const epmoe_weight_t *weight, const char *name)
 {
     static const epmoe_format_t tiled[] = {EPMOE_FORMAT_BF16, EPMOE_FORMAT_F16, EPMOE_FORMAT_W4, EPMOE_FORMAT_MXFP4};
-    if (weight->storage != EPMOE_STORAGE_ROWS && weight->storage != EPMOE_STORAGE_TILES)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s.storage is %d: expected an epmoe_storage_t", name,
-                           (int)weight->storage);
+    EPMOEI_CHECK(check_storage_known(weight, name));
     if (weight->storage == EPMOE_STORAGE_ROWS) return EPMOE_OK;
     for (size_t i = 0; i < sizeof tiled / sizeof tiled[0]; i++)
         if (weight->format == tiled[i]) return EPMOE_OK;
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                       "%s.storage is 1 (TILES) and its format %s: expected bf16, f16, w4 or mxfp4", name,
+                       "%s.storage is 1 (TILES) and its format %s: expected bf16, fp16, w4 or mxfp4", name,
                        epmoe_format_string(weight->format));
 }
 

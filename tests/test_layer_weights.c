@@ -189,6 +189,9 @@ Test(layer_weights, bad_weights_leave_the_old_ones)
     REFUSED(w.down.format = EPMOE_FORMAT_FP8_BLOCK, EPMOE_ERROR_INVALID_ARGUMENT, "weights.down.scales is NULL");
     REFUSED(w.shared_gate_up.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_INVALID_ARGUMENT, "shared_gate_up.scales");
     REFUSED(w.shared_down.format = (epmoe_format_t)50, EPMOE_ERROR_INVALID_ARGUMENT, "shared_down.format is 50");
+    REFUSED(w.gate_up.storage = EPMOE_STORAGE_TILES, EPMOE_ERROR_NOT_SUPPORTED, "weights.gate_up.storage is 1");
+    REFUSED(w.shared_down.storage = (epmoe_storage_t)7, EPMOE_ERROR_INVALID_ARGUMENT,
+            "weights.shared_down.storage is 7");
     REFUSED(w.struct_size = 3, EPMOE_ERROR_INVALID_ARGUMENT, "struct_size is 3");
 #undef REFUSED
     cr_expect_eq(epmoe_layer_set_weights(layer, NULL), EPMOE_ERROR_INVALID_ARGUMENT);

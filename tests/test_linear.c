@@ -407,6 +407,8 @@ Test(linear, rejected_calls_write_nothing)
     INVALID("static_scale", bad.x_quant = EPMOE_GRANULARITY_TENSOR; bad.x_scale = &zero);
     INVALID("weight.format", bad.weight.format = (epmoe_format_t)77);
     INVALID("weight.format", bad.weight.format = EPMOE_FORMAT_BF16);
+    INVALID("weight.storage is 7", bad.weight.storage = (epmoe_storage_t)7);
+    INVALID("weight.storage is 7", bad.weight.format = EPMOE_FORMAT_BF16; bad.weight.storage = (epmoe_storage_t)7);
     INVALID("weight.group_size", bad.weight.group_size = 128);
     INVALID("weight.group_rows", bad.weight.group_rows = 2);
     INVALID("weight.scales_dtype", bad.weight.scales_dtype = EPMOE_F8_E8M0);

@@ -186,6 +186,8 @@ Test(pack_tiles, products_tell_rows_and_tiles_apart)
     dequant.backend = EPMOE_BACKEND_CPU, dequant.n = N, dequant.k = K, dequant.weight = p.args.weight, dequant.w = w;
     OP_REJECTS(epmoe_dequant, dequant, EPMOE_ERROR_NOT_SUPPORTED, "weight.storage is 1", values[0] == 0xA5,
                bad.weight = tiles);
+    OP_INVALID(epmoe_dequant, dequant, "weight.storage is 7", values[0] == 0xA5,
+               bad.weight.storage = (epmoe_storage_t)7);
 
     /* What CUDA looks at before it computes. */
     epmoe_grouped_gemm_args_t checked = gemm;
