@@ -16,7 +16,7 @@ typedef struct epmoei_layer_formats_t {
     epmoe_format_t down;
     epmoe_format_t shared_gate_up;
     epmoe_format_t shared_down;
-    /* Of the four, where they are quantised. */
+    /* Of the four, where they are quantised, and whether they are in tiles where not. */
     epmoei_pack_shape_t gate_up_pack;
     epmoei_pack_shape_t down_pack;
     epmoei_pack_shape_t shared_gate_up_pack;

@@ -24,7 +24,7 @@ static bool wants_tiles(const matrix_t *matrix)
            epmoei_plain_tiles_fit(matrix->rows, matrix->cols, matrix->gated);
 }
 
-/* How many rows, of one expert, or experts, at least one block's, are copied at a time. */
+/* Rows that are copied at a time: all of some experts, or some blocks of one expert. */
 static int64_t rows_at_once(const matrix_t *matrix)
 {
     const int64_t fit = COPY_BYTES / (2 * (int64_t)matrix->cols);

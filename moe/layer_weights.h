@@ -23,7 +23,7 @@ epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_wei
 /* Replaces the layer's weights by uninitialised memory for these formats. */
 epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_layer_formats_t *formats);
 /* On a device that streams them faster so, the layer's own matrices of 16 bits into tiles (kernels/plain_tiles.h), all
- * that fit such. After an error they are neither. */
+ * that can be. After an error some are part rows and part tiles. */
 epmoe_status_t epmoei_layer_tile_weights(epmoe_layer_t *layer);
 void epmoei_layer_drop_weights(epmoe_layer_t *layer);
 /* Address of an element of a plain packed matrix; NULL stays NULL. */
