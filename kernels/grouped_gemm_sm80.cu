@@ -11,8 +11,8 @@
 #include "kernels/grouped_gemm_tile.h"
 #include "kernels/grouped_gemm_wide_sm80.h"
 #include "kernels/launch_cuda.cuh"
-#include "kernels/ptx.cuh"
 #include "kernels/plain_tiles.h"
+#include "kernels/ptx.cuh"
 
 namespace
 {

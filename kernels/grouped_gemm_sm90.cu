@@ -12,10 +12,10 @@
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
  * both, which saves the L2 cache a third of its reads.
  * Both operands come by TMA: rows of x in the sorted order (a gather pass before this kernel brings them there when
- * they are not), weights [E,N,K] with gate and up rows regrouped on the way, 8 gate rows and then their 8 up rows, by
- * two more dimensions of the tensor map. Blocks are persistent and walk the tile list that they derive from
- * expert_offsets. Each output's sum runs over K in steps of 16 whatever the tile width: results do not depend on other
- * rows. */
+ * they are not); weights in tiles (kernels/plain_tiles.h) a step in one piece, or rows [E,N,K] with gate and up rows
+ * regrouped on the way, 8 gate rows and then their 8 up rows, by two more dimensions of the tensor map. Blocks are
+ * persistent and walk the tile list that they derive from expert_offsets. Each output's sum runs over K in steps of 16
+ * whatever the tile width: results do not depend on other rows. */
 #include "kernels/grouped_gemm_finished_sm90.cuh"
 #include "kernels/grouped_gemm_pipeline_sm90.cuh"
 #include "kernels/grouped_gemm_tile.h"
