@@ -73,9 +73,8 @@ Test(tool_info, says_what_a_checkpoint_is)
 /* deepseek_v3's toy: 16 experts, 4 of them for each token; rank 0 of 2 has 8. */
 Test(tool_info, prints_the_tiles)
 {
-    /* On sm90 for a mean of m and a small expert: m + 3 sqrt(m), bf16 rounded up to 64 (of up to 32
-     * rows 32), w4 to 16; fp8 by fp8 64 up to
-     * 64 of these. */
+    /* On sm90 for a mean of m and a small expert m + 3 sqrt(m): bf16 rounded up to 64, or 32 for at most so many rows,
+     * w4 to 16; fp8 by fp8 64 up to 64 of these. */
     static const struct {
         const char *tokens;
         int rows, sm80_bf16, sm80_quant, sm90_bf16, sm90_w4, sm90_fp8, cluster;
