@@ -284,6 +284,13 @@ static const char *parse_sleep(options_t *options, const char *text)
     return good ? NULL : "RANK:MILLISECONDS";
 }
 
+static bool is_picture(const char *path)
+{
+    static const char *const ends[] = {".svg", ".pdf", ".png", NULL};
+    const char *end = strrchr(path, '.');
+    return end && end > path && find_name(ends, end) >= 0;
+}
+
 /* Names with commas between them. */
 static const char *parse_ops(options_t *options, const char *text)
 {
@@ -381,7 +388,9 @@ static const char *parse_option(options_t *options, int option, const char *text
         flag = find_name(formats, text);
         options->json = flag == 1;
         return flag >= 0 ? NULL : "table or json";
-    case OPT_PLOT: options->plot_path = text; return text[0] ? NULL : "a file's name: .svg, .pdf or .png";
+    case OPT_PLOT:
+        options->plot_path = text;
+        return is_picture(text) ? NULL : "the name of a file that ends in .svg, .pdf or .png";
     case OPT_SEED:
         if (!parse_int64(text, 0, INT64_MAX, &seed)) return "a number from 0 on";
         options->seed = (uint64_t)seed;

@@ -29,11 +29,11 @@ def read(paths):
                     record = json.loads(line)
                 except ValueError as error:
                     sys.exit(f"plot.py: {path} line {number} is not JSON: {error}")
-                if "stages_us" in record:
+                if "stages_us" in record and record["floor_us"]:  # without tokens there is nothing to draw
                     record["tokens"] = most_tokens(record["tokens_per_rank"])
                     records.append(record)
     if not records:
-        sys.exit(f"plot.py: {', '.join(paths)}: no line of a layer: expected what moe_layer_bench --format json prints")
+        sys.exit(f"plot.py: {', '.join(paths)}: no line of a layer with tokens: expected what moe_layer_bench --format json prints")
     return records
 
 
@@ -72,8 +72,8 @@ def draw_roofline(axes, groups):
         tokens = [record["tokens"] for record in runs]
         rate = [record["tflops"] for record in runs]
         # The slowest and fastest iteration; rates fall as times rise.
-        low = [r - r * record["us_median"] / record["us_max"] for r, record in zip(rate, runs)]
-        high = [r * record["us_median"] / record["us_min"] - r for r, record in zip(rate, runs)]
+        low = [max(0, r - r * record["us_median"] / record["us_max"]) for r, record in zip(rate, runs)]
+        high = [max(0, r * record["us_median"] / record["us_min"] - r) for r, record in zip(rate, runs)]
         axes.errorbar(tokens, rate, yerr=[low, high], fmt="o-", color=color, label=label, gid=f"measured {label}")
         axes.plot(tokens, [roof(record) for record in runs], "--", color=color, gid=f"roof {label}")
         for record, r in zip(runs, rate):
@@ -125,8 +125,12 @@ def main():
     figure.suptitle(title(records))
     draw_roofline(left, groups)
     draw_stages(right, groups)
-    figure.savefig(arguments.plot)
-    print(f"{arguments.plot}: {len(records)} runs")
+    try:
+        figure.savefig(arguments.plot)
+    except (OSError, ValueError) as error:
+        sys.exit(f"plot.py: {arguments.plot}: {error}")
+    # Not to stdout: there the bench prints its lines.
+    print(f"{arguments.plot}: {len(records)} case{'s' * (len(records) != 1)}", file=sys.stderr)
     return 0
 
 

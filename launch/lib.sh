@@ -83,7 +83,12 @@ build() {
     local dir=$1 generator=()
     shift
     if [ ! -f "$dir/CMakeCache.txt" ] && command -v ninja >/dev/null; then generator=(-G Ninja); fi
-    cmake -S . -B "$dir" "${generator[@]}" "$@"
+    # The last of two -D of a name counts.
+    cmake -S . -B "$dir" "${generator[@]}" ${EPMOE_CUDA:+"-DEPMOE_CUDA=$EPMOE_CUDA"} "$@"
+    if grep -q '^CMAKE_CUDA_FLAGS:' "$dir/CMakeCache.txt" && [ ! -e /dev/nvidiactl ] &&
+        ! grep -q '^EPMOE_CUDA:[A-Z]*=OFF' "$dir/CMakeCache.txt"; then
+        say "the CUDA kernels are built, too, though there is no GPU here: minutes; EPMOE_CUDA=OFF leaves them out"
+    fi
     cmake --build "$dir" --parallel "$(cores)"
 }
 

@@ -32,11 +32,19 @@ if grep -q 'id="stage act"' "$work/out.svg"; then fail 'a stage of no time is dr
 # The bench draws its own cases; what it cannot draw it says before it measures.
 export EPMOE_PYTHON=$python MPLCONFIGDIR=$work OMP_NUM_THREADS=1
 bench() { "$build/moe_layer_bench" --backend cpu --checkpoint "$source/tests/data/golden/mixtral" --iters 2 "$@"; }
-bench --tokens 2,8 --plot "$work/own.svg" >"$work/table" || fail 'the bench does not draw'
-grep -q 'own.svg: 2 runs' "$work/table" || fail 'the bench does not say what it drew'
+bench --tokens 2,8 --plot "$work/own.svg" >"$work/table" 2>"$work/said" || fail 'the bench does not draw'
+grep -q 'own.svg: 2 cases' "$work/said" || fail 'the bench does not say what it drew'
 for part in 'measured bf16' 'roof bf16' 'stage gemm1'; do
     grep -q "id=\"$part" "$work/own.svg" || fail "the bench's picture lacks '$part'"
 done
+code=0
+bench --plot "$work/none.gif" >/dev/null 2>"$work/errors" || code=$?
+[ $code -eq 2 ] && grep -q '\.svg' "$work/errors" || fail "a picture that is none gives $code"
+# One iteration is the fastest and the slowest; a case without tokens has nothing to draw.
+bench --iters 1 --warmup 0 --tokens 0,1,2,3,4,5 --format json --plot "$work/one.svg" >"$work/lines" 2>"$work/said" ||
+    fail 'single iterations are not drawn'
+grep -q 'one.svg: 5 cases' "$work/said" || fail 'not the five cases with tokens are drawn'
+if grep -qv '^{' "$work/lines"; then fail 'what is drawn is said between the lines'; fi
 code=0
 bench --plot "$work/none.svg" --op topk >/dev/null 2>"$work/errors" || code=$?
 [ $code -eq 2 ] || fail "--plot with --op gives $code"
