@@ -28,11 +28,10 @@ int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_row
 
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows, int32_t n, int32_t k)
 {
-    enum { kFew = 32, kLeast = 64, kMost = 256, kStep = 64 };
+    enum { kLeast = 64, kMost = 256, kStep = 64 };
     const int64_t small_expert = (int64_t)4 << 20;
     const double mean = (double)max_rows / num_experts;
     double most = (int64_t)n * k < small_expert ? mean + 3.0 * sqrt(mean) : 3.0 * mean;
-    if (max_rows <= kFew) return kFew;
     if (most > (double)max_rows) most = (double)max_rows;
     if (most >= kMost) return kMost;
     return (int32_t)epmoei_max64(kLeast, epmoei_round_up((int64_t)ceil(most), kStep));

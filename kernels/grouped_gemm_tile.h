@@ -21,12 +21,12 @@ int32_t epmoei_grouped_gemm_rows_sm80(int32_t num_experts, int64_t max_rows, int
 /* Tile height of the sm80 tier for quantised weights, 16, 32 or 64 rows, as the mean asks for. */
 int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_rows);
 
-/* Most tokens of a tile of the sm90 tier: 32 where there are no more, otherwise a multiple of 64 from 64 to 256. An
- * expert cut into two tiles copies its weights into shared memory twice; above 64 an SM has one block instead of two,
- * so that nothing hides the ends of tiles. Those are short where an expert's weight [n,k] is small, below 4 Mi
- * elements: there it is the mean plus three of its roots, which nearly every expert stays below when tokens choose
- * evenly, and otherwise three times the mean, which few exceed even where tokens prefer some. Within the bound a tile
- * is as wide as its expert's rows need. */
+/* Most tokens of a tile of the sm90 tier, a multiple of 64 from 64 to 256, and no more than hold all rows. An expert
+ * cut into two tiles copies its weights into shared memory twice; above 64 an SM has one block instead of two, so that
+ * nothing hides the ends of tiles. Those are short where an expert's weight [n,k] is small, below 4 Mi elements: there
+ * it is the mean plus three of its roots, which nearly every expert stays below when tokens choose evenly, and
+ * otherwise three times the mean, which few exceed even where tokens prefer some. Within the bound a tile is as wide as
+ * its expert's rows need. */
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows, int32_t n, int32_t k);
 
 /* The same for 4-bit weights: a multiple of 16, 16 to 256, the mean plus three of its roots, which is what nearly every

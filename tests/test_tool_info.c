@@ -73,13 +73,13 @@ Test(tool_info, says_what_a_checkpoint_is)
 /* deepseek_v3's toy: 16 experts, 4 of them for each token; rank 0 of 2 has 8. */
 Test(tool_info, prints_the_tiles)
 {
-    /* On sm90 for a mean of m and a small expert m + 3 sqrt(m): bf16 rounded up to 64, or 32 for at most so many rows,
-     * w4 to 16; fp8 by fp8 64 up to 64 of these. */
+    /* On sm90 for a mean of m and a small expert m + 3 sqrt(m): bf16 rounded up to 64, w4 to 16; fp8 by fp8 64 up to 64
+     * of these. */
     static const struct {
         const char *tokens;
         int rows, sm80_bf16, sm80_quant, sm90_bf16, sm90_w4, sm90_fp8, cluster;
         const char *line;
-    } cases[] = {{"1", 4, 16, 16, 32, 16, 64, 1, "of 4 rows for 8 experts, at most: sm80 bf16 16, fp8 and w4 16"},
+    } cases[] = {{"1", 4, 16, 16, 64, 16, 64, 1, "of 4 rows for 8 experts, at most: sm80 bf16 16, fp8 and w4 16"},
                  {"50", 200, 256, 32, 64, 48, 64, 1, "sm90 bf16 64, w4 48, fp8 by fp8 64\n"},      /* mean 25 */
                  {"100", 400, 256, 64, 128, 80, 128, 1, "sm90 bf16 128, w4 80, fp8 by fp8 128\n"}, /* mean 50 */
                  {"4096", 16384, 256, 64, 256, 256, 128, 2, "fp8 by fp8 128 in pairs\n"}};
