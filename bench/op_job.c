@@ -6,11 +6,31 @@
 
 #include <string.h>
 
-static const op_kind_t *const k_kinds[] = {
-    &op_topk,       &op_align,    &op_permute,      &op_unpermute,    &op_grouped_gemm, &op_silu_and_mul,
-    &op_silu_fp8,   &op_sum,      &op_quantize_fp8, &op_dequant,      &op_router,       &op_rms_norm,
-    &op_norm_alone, &op_norm_fp8, &op_rope,         &op_qk_norm_rope, &op_cache_write,  &op_rope_cache_write,
-    &op_attention,  &op_prefill,  &op_sample,       &op_spec_verify,  &op_linear,       &op_linear_fp8};
+static const op_kind_t *const k_kinds[] = {&op_topk,
+                                           &op_align,
+                                           &op_permute,
+                                           &op_unpermute,
+                                           &op_grouped_gemm,
+                                           &op_silu_and_mul,
+                                           &op_silu_fp8,
+                                           &op_sum,
+                                           &op_quantize_fp8,
+                                           &op_dequant,
+                                           &op_router,
+                                           &op_rms_norm,
+                                           &op_norm_alone,
+                                           &op_norm_fp8,
+                                           &op_rope,
+                                           &op_qk_norm_rope,
+                                           &op_cache_write,
+                                           &op_rope_cache_write,
+                                           &op_attention,
+                                           &op_prefill,
+                                           &op_sample,
+                                           &op_spec_verify,
+                                           &op_linear,
+                                           &op_linear_fp8,
+                                           &op_linear_fp8_blocks};
 
 epmoe_status_t op_take(op_job_t *job, void **pointer, int64_t bytes)
 {

@@ -65,7 +65,7 @@ extern const op_kind_t op_grouped_gemm, op_silu_and_mul, op_silu_fp8, op_sum; /*
 extern const op_kind_t op_quantize_fp8, op_dequant;                           /* op_quant.c */
 extern const op_kind_t op_router;                                             /* op_router.c */
 extern const op_kind_t op_rms_norm, op_norm_alone, op_norm_fp8, op_rope;      /* op_dense.c */
-extern const op_kind_t op_linear, op_linear_fp8;                              /* op_linear.c */
+extern const op_kind_t op_linear, op_linear_fp8, op_linear_fp8_blocks;        /* op_linear.c */
 extern const op_kind_t op_qk_norm_rope, op_cache_write, op_rope_cache_write;
 extern const op_kind_t op_attention, op_prefill, op_sample, op_spec_verify; /* op_attention.c */
 

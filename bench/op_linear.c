@@ -1,5 +1,5 @@
 /* The projection to q, k and v of the model, or as many columns as these heads have: plain, and with an E4M3 weight and
- * x quantised by the call: x per token and the weight per row, on CUDA both in blocks of 128 columns. */
+ * x quantised by the call: x per token and the weight per row, or both in blocks of 128 columns. */
 #include "bench/heads.h"
 #include "bench/op_job.h"
 
@@ -58,7 +58,8 @@ static epmoe_status_t take_codes(op_job_t *job, epmoe_linear_args_t *args)
     return EPMOE_OK;
 }
 
-static epmoe_status_t make_any(op_job_t *job, bool fp8)
+/* x_quant 0: plain. */
+static epmoe_status_t make_any(op_job_t *job, epmoe_granularity_t x_quant)
 {
     heads_t heads;
     const epmoe_layer_config_t *config = &job->bench->config;
@@ -73,8 +74,8 @@ static epmoe_status_t make_any(op_job_t *job, bool fp8)
     args->weight = (epmoe_weight_t)EPMOE_WEIGHT_INIT;
     int64_t rows = job->num_tokens, n = args->n, k = args->k;
     EPMOEI_CHECK(op_take_random(job, (void **)&args->x, config->dtype, rows * k, 0, 1));
-    if (fp8) {
-        args->x_quant = args->backend == EPMOE_BACKEND_CUDA ? EPMOE_GRANULARITY_BLOCK128 : EPMOE_GRANULARITY_TOKEN;
+    args->x_quant = x_quant;
+    if (x_quant) {
         EPMOEI_CHECK(take_codes(job, args));
     } else {
         args->weight.format = epmoei_format_of_dtype(config->dtype);
@@ -94,8 +95,11 @@ static epmoe_status_t make_any(op_job_t *job, bool fp8)
     return EPMOE_OK;
 }
 
-static epmoe_status_t make_linear(op_job_t *job) { return make_any(job, false); }
-static epmoe_status_t make_linear_fp8(op_job_t *job) { return make_any(job, true); }
+static epmoe_status_t make_linear(op_job_t *job) { return make_any(job, (epmoe_granularity_t)0); }
+static epmoe_status_t make_linear_fp8(op_job_t *job) { return make_any(job, EPMOE_GRANULARITY_TOKEN); }
+static epmoe_status_t make_linear_fp8_blocks(op_job_t *job) { return make_any(job, EPMOE_GRANULARITY_BLOCK128); }
 
 const op_kind_t op_linear = {"linear", make_linear, linear_pointers, run_linear, reference_linear, NULL};
 const op_kind_t op_linear_fp8 = {"linear_fp8", make_linear_fp8, linear_pointers, run_linear, reference_linear, NULL};
+const op_kind_t op_linear_fp8_blocks = {"linear_fp8_blocks", make_linear_fp8_blocks, linear_pointers,
+                                        run_linear,          reference_linear,       NULL};

@@ -113,7 +113,7 @@ static const char k_help[] =
     "                           rms_norm_alone, rope, qk_norm_rope, cache_write, rope_cache_write,\n"
     "                           attention (decode), prefill, sample, spec_verify;\n"
     "                           linear: the projection to q, k and v; linear_fp8: the same in E4M3,\n"
-    "                           by token and row, on CUDA in blocks of 128 columns;\n"
+    "                           a scale per token and row; linear_fp8_blocks: per 128 columns;\n"
     "                           rms_norm_fp8, silu_and_mul_fp8: with E4M3 output, 128 columns per scale;\n"
     "                           on CUDA router: product, topk and align as the layer does them;\n"
     "                           exchange: dispatch and combine of all ranks, over every transport they can use\n"
@@ -294,19 +294,33 @@ static bool is_picture(const char *path)
 /* Names with commas between them. */
 static const char *parse_ops(options_t *options, const char *text)
 {
-    static const char *const names[] = {"topk",         "align",
-                                        "permute",      "unpermute",
-                                        "grouped_gemm", "silu_and_mul",
-                                        "sum",          "silu_and_mul_fp8",
-                                        "quantize_fp8", "dequant",
-                                        "router",       "rms_norm",
-                                        "rope",         "qk_norm_rope",
-                                        "cache_write",  "rope_cache_write",
-                                        "attention",    "prefill",
-                                        "sample",       "spec_verify",
-                                        "exchange",     "rms_norm_alone",
-                                        "rms_norm_fp8", "linear",
-                                        "linear_fp8",   NULL};
+    static const char *const names[] = {"topk",
+                                        "align",
+                                        "permute",
+                                        "unpermute",
+                                        "grouped_gemm",
+                                        "silu_and_mul",
+                                        "sum",
+                                        "silu_and_mul_fp8",
+                                        "quantize_fp8",
+                                        "dequant",
+                                        "router",
+                                        "rms_norm",
+                                        "rope",
+                                        "qk_norm_rope",
+                                        "cache_write",
+                                        "rope_cache_write",
+                                        "attention",
+                                        "prefill",
+                                        "sample",
+                                        "spec_verify",
+                                        "exchange",
+                                        "rms_norm_alone",
+                                        "rms_norm_fp8",
+                                        "linear",
+                                        "linear_fp8",
+                                        "linear_fp8_blocks",
+                                        NULL};
     options->num_ops = 0;
     for (;;) {
         char name[32];
@@ -320,8 +334,8 @@ static const char *parse_ops(options_t *options, const char *text)
         if (i < 0 || options->num_ops == OPTIONS_MAX_OPS)
             return "up to 64 of topk, align, permute, unpermute, grouped_gemm, silu_and_mul, silu_and_mul_fp8, sum, "
                    "quantize_fp8, dequant, router, rms_norm, rms_norm_alone, rms_norm_fp8, rope, qk_norm_rope, "
-                   "cache_write, rope_cache_write, attention, prefill, sample, spec_verify, linear and linear_fp8, or "
-                   "exchange";
+                   "cache_write, rope_cache_write, attention, prefill, sample, spec_verify, linear, linear_fp8 and "
+                   "linear_fp8_blocks, or exchange";
         options->ops[options->num_ops++] = names[i];
         if (!text[length]) return NULL;
         text += length + 1;

@@ -92,16 +92,18 @@ epmoei_floor_t epmoei_linear_floor(const epmoe_linear_args_t *args)
 
 /* ------------------------------------------------------------------------------------------------------- workspace */
 
-epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend)
+epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend,
+                                                  const epmoei_linear_space_t *space)
 {
     epmoe_grouped_gemm_args_t gemm = EPMOE_GROUPED_GEMM_ARGS_INIT;
-    bool codes = args->x_dtype == EPMOE_F8_E4M3;
+    const bool made = epmoei_linear_makes_codes(args), codes = made || args->x_dtype == EPMOE_F8_E4M3;
     gemm.backend = backend;
     gemm.num_experts = 1;
     gemm.n = args->n;
     gemm.k = args->k;
     gemm.max_rows = args->num_tokens;
-    gemm.x_dtype = codes || epmoei_linear_scales_outside(args) ? EPMOE_F32 : args->x_dtype;
+    gemm.x_dtype = codes ? EPMOE_F8_E4M3 : args->x_dtype;
+    gemm.x = made ? space->codes : args->x;
     gemm.x_sorted = 1;
     gemm.weight = args->weight;
     gemm.layout = EPMOE_LAYOUT_PACKED;
@@ -109,40 +111,30 @@ epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *arg
     gemm.activation = EPMOE_ACTIVATION_NONE;
     gemm.y_dtype = args->y_dtype;
     gemm.y = args->y;
-    gemm.fp8_activations = args->x_quant == EPMOE_GRANULARITY_BLOCK128 && !codes;
+    gemm.workspace = space->inner;
+    gemm.workspace_bytes = space->inner_bytes;
+    if (codes) {
+        gemm.x_quant = args->x_quant;
+        gemm.x_scale = made ? space->x_scale : args->x_scale;
+    } else
+        gemm.fp8_activations = args->x_quant != 0;
     return gemm;
-}
-
-/* What the grouped GEMM has no kernel for there. */
-static epmoe_status_t check_cuda(const epmoe_linear_args_t *args)
-{
-    if (epmoei_linear_scales_outside(args))
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "x_quant is %d: on CUDA expected 0 or BLOCK128",
-                           (int)args->x_quant);
-    if (args->x_dtype == EPMOE_F8_E4M3)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "x_dtype is F8_E4M3: on CUDA expected x of 16 bits, which is quantised here");
-    return EPMOE_OK;
 }
 
 epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args, epmoe_backend_t backend,
                                     epmoei_linear_space_t *space)
 {
     epmoei_arena_t arena = {base, 0};
-    int64_t elements = (int64_t)args->num_tokens * args->k;
-    bool outside = epmoei_linear_scales_outside(args), codes = args->x_dtype == EPMOE_F8_E4M3;
-    bool cuda = backend == EPMOE_BACKEND_CUDA;
     *space = (epmoei_linear_space_t){0};
-    if (cuda) EPMOEI_CHECK(check_cuda(args));
-    if (outside && !codes) {
-        space->codes = epmoei_carve(&arena, elements);
+    if (epmoei_linear_makes_codes(args)) {
+        space->codes = epmoei_carve(&arena, (int64_t)args->num_tokens * args->k);
         space->x_scale = epmoei_carve(&arena, epmoei_linear_x_scales(args) * 4);
     }
-    if (outside || codes) space->wide = epmoei_carve(&arena, elements * 4);
-    epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, backend);
+    epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, backend, space);
     EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, &space->inner_bytes));
     bool plain = args->weight.format == epmoei_format_of_dtype(args->x_dtype) && !args->bias;
-    if (cuda && plain) space->inner_bytes = epmoei_max64(space->inner_bytes, epmoei_linear_cublas_workspace());
+    if (backend == EPMOE_BACKEND_CUDA && plain)
+        space->inner_bytes = epmoei_max64(space->inner_bytes, epmoei_linear_cublas_workspace());
     space->inner = epmoei_carve(&arena, space->inner_bytes);
     space->bytes = arena.used;
     return EPMOE_OK;

@@ -10,8 +10,8 @@
  *   aliasing    none
  *   NaN         of x or its scale stays in its row of y, of w or its scale in its column
  *
- * The reference is plain loops. The CPU brings x to fp32 where it has scales and then runs the grouped GEMM with one
- * expert, whose many-row path is BLAS. CUDA runs cuBLASLt (linear_cublas.h) or the grouped GEMM. */
+ * The reference is plain loops. Otherwise it is the grouped GEMM with one expert, whose many-row path on the CPU is
+ * BLAS, and on CUDA cuBLASLt (linear_cublas.h) where that takes it. x is quantised in front of both. */
 #ifndef EPMOEI_LINEAR_OP_H
 #define EPMOEI_LINEAR_OP_H
 
@@ -36,11 +36,16 @@ static inline bool epmoei_linear_scales_outside(const epmoe_linear_args_t *args)
     return args->x_quant == EPMOE_GRANULARITY_TENSOR || args->x_quant == EPMOE_GRANULARITY_TOKEN;
 }
 
+/* Whether x is quantised here, and not by the grouped GEMM. */
+static inline bool epmoei_linear_makes_codes(const epmoe_linear_args_t *args)
+{
+    return epmoei_linear_scales_outside(args) && args->x_dtype != EPMOE_F8_E4M3;
+}
+
 /* What a call keeps in its workspace; NULL for what it does without. */
 typedef struct epmoei_linear_space_t {
     uint8_t *codes; /* x as E4M3 [T,K] */
     float *x_scale; /* its scales */
-    float *wide;    /* CPU: the values of x [T,K] */
     void *inner;    /* of the product */
     int64_t inner_bytes;
     int64_t bytes; /* of all */
@@ -56,8 +61,9 @@ epmoe_status_t epmoei_linear_place(const epmoe_linear_args_t *args, epmoe_backen
 epmoe_status_t epmoei_linear_quantize(const epmoe_linear_args_t *args, epmoe_backend_t backend,
                                       const epmoei_linear_space_t *space, epmoe_stream_t stream);
 
-/* The grouped GEMM with one expert; without pointers to x and the workspace. */
-epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend);
+/* The grouped GEMM with one expert, behind epmoei_linear_quantize. */
+epmoe_grouped_gemm_args_t epmoei_linear_gemm_args(const epmoe_linear_args_t *args, epmoe_backend_t backend,
+                                                  const epmoei_linear_space_t *space);
 
 epmoe_status_t epmoei_linear_ref(const epmoe_linear_args_t *args, epmoe_stream_t stream);
 epmoe_status_t epmoei_linear_cpu(const epmoe_linear_args_t *args, epmoe_stream_t stream);

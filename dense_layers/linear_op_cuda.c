@@ -28,11 +28,13 @@ epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_
     epmoei_linear_space_t space;
     EPMOEI_CHECK(epmoei_check_aligned("x", args->x, 16));
     EPMOEI_CHECK(epmoei_check_aligned("weight.data", args->weight.data, 16));
+    EPMOEI_CHECK(epmoei_check_aligned("x_scale", args->x_scale, 4));
     EPMOEI_CHECK(epmoei_check_aligned("weight.scales", args->weight.scales, 16));
     EPMOEI_CHECK(epmoei_check_aligned("bias", args->bias, 16));
     EPMOEI_CHECK(epmoei_check_aligned("y", args->y, 16));
     EPMOEI_CHECK(epmoei_check_aligned("workspace", args->workspace, 16));
     EPMOEI_CHECK(epmoei_linear_place(args, EPMOE_BACKEND_CUDA, &space));
+    if (epmoei_linear_makes_codes(args)) EPMOEI_CHECK(epmoei_linear_quantize(args, EPMOE_BACKEND_CUDA, &space, stream));
     if (args->x_quant == 0 && !args->bias && args->weight.format == epmoei_format_of_dtype(args->x_dtype) &&
         args->x_dtype != EPMOE_F32) {
         epmoei_linear_run_t run = make_run(args, &space, stream);
@@ -41,10 +43,7 @@ epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_
         EPMOEI_CHECK(epmoei_linear_cublas(&run, &linear, args->num_tokens, args->x, args->y_dtype, args->y, &done));
         if (done) return EPMOE_OK;
     }
-    epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, EPMOE_BACKEND_CUDA);
-    gemm.x = args->x;
-    gemm.workspace = space.inner;
-    gemm.workspace_bytes = space.inner_bytes;
+    epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, EPMOE_BACKEND_CUDA, &space);
     return epmoe_grouped_gemm(&gemm, stream);
 }
 

@@ -36,16 +36,21 @@ __device__ __forceinline__ int32_t id_of_place(uint64_t place) { return (int32_t
 
 constexpr uint32_t kNoKey = 0x007FFFFFu; /* of -inf, the lowest */
 
+/* Two blocks share an SM, so that one's rows arrive while the other looks for a floor or draws. */
 struct shared_t {
-    draw_t draw;
     union {
+        struct { /* the whole row */
+            draw_t draw;
+            int64_t bins[kBins];
+        };
         uint64_t list[kCapacity]; /* places */
-        int64_t bins[kBins];
     };
     int64_t weights[kMostListed]; /* of the list's places, and where they wait while it is cut */
+    int64_t scratch[kWarps];      /* of the list's sums */
     int32_t counts[2][kWarps];
     int32_t length;
 };
+static_assert(2 * sizeof(shared_t) <= 200 << 10, "two blocks");
 
 template <typename T> struct alignas(4 * sizeof(T)) four_t {
     T element[4];
@@ -292,7 +297,7 @@ template <typename T> __device__ __forceinline__ void fill_list(const row_t<T> &
         uint64_t last = ~(uint64_t)0;
         for (int32_t i = threadIdx.x; i < shared->length; i += kThreads)
             last = shared->list[i] < last ? shared->list[i] : last;
-        least = key_of_place(~max_of_block(~last, shared->draw.scratch)) + 1;
+        least = key_of_place(~max_of_block(~last, shared->scratch)) + 1;
     }
 }
 
@@ -302,14 +307,14 @@ __device__ __forceinline__ int32_t draw_from_list(const epmoei_sample_rule_t &ru
     if (length == 0) return -1;
     uint64_t first = 0;
     for (int32_t i = threadIdx.x; i < length; i += kThreads) first = max(first, shared->list[i]);
-    first = max_of_block(first, shared->draw.scratch);
+    first = max_of_block(first, shared->scratch);
     const float top = logit_of(key_of_place(first));
     int64_t all = 0;
     for (int32_t i = threadIdx.x; i < length; i += kThreads) {
         shared->weights[i] = logit_weight(logit_of(key_of_place(shared->list[i])), top, rule.temperature);
         all += shared->weights[i];
     }
-    all = sum_of_block(all, shared->draw.scratch); /* which also makes the weights visible */
+    all = sum_of_block(all, shared->scratch); /* which also makes the weights visible */
     const int64_t need = rule.top_p < 1.0f ? share_up(rule.top_p, all) : all + 1;
     const int64_t least = share_up(rule.min_p, (int64_t)kTokenOne);
     /* Of a thread's tokens, kMostListed / kThreads at most. */
@@ -325,7 +330,7 @@ __device__ __forceinline__ int32_t draw_from_list(const epmoei_sample_rule_t &ru
         own[k] = before < need ? shared->weights[at] : 0;
         total += own[k];
     }
-    total = sum_of_block(total, shared->draw.scratch);
+    total = sum_of_block(total, shared->scratch);
 #pragma unroll
     for (int k = 0; k < kMostListed / kThreads; k++)
         if (threadIdx.x + k * kThreads < length) shared->weights[threadIdx.x + k * kThreads] = own[k];
@@ -341,7 +346,7 @@ __device__ __forceinline__ int32_t draw_from_list(const epmoei_sample_rule_t &ru
         for (int32_t i = 0; i < length; i++) running += id_of_place(shared->list[i]) <= id ? shared->weights[i] : 0;
         if (running > target) drawn = max(drawn, (uint64_t) ~(uint32_t)id);
     }
-    drawn = max_of_block(drawn, shared->draw.scratch);
+    drawn = max_of_block(drawn, shared->scratch);
     return (int32_t) ~(uint32_t)drawn;
 }
 

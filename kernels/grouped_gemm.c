@@ -1,11 +1,13 @@
 #include "kernels/grouped_gemm.h"
 
 #include "base/dtype.h"
+#include "base/fp8.h"
 #include "kernels/activation.h"
 #include "kernels/dequant.h"
 #include "kernels/grouped_gemm_quant.h"
 #include "kernels/op_check.h"
 #include "kernels/quant_formats.h"
+#include "kernels/quantize_fp8.h"
 
 /* Fills in the defaults of a quantised one. */
 static epmoe_status_t check_weight(epmoe_weight_t *weight, int32_t k, bool need_data)
@@ -23,6 +25,33 @@ static epmoe_status_t check_flag(const char *name, int32_t value)
 {
     if (value == 0 || value == 1) return EPMOE_OK;
     return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is %d: expected 0 or 1", name, value);
+}
+
+/* x of codes has a scale, and no other has. */
+static epmoe_status_t check_x(epmoe_grouped_gemm_args_t *args)
+{
+    const bool codes = args->x_dtype == EPMOE_F8_E4M3;
+    if ((!codes && !epmoei_dtype_is_float(args->x_dtype)) || !epmoei_dtype_is_float(args->y_dtype))
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "x_dtype is %d and y_dtype is %d: expected F32, BF16 or F16, of x also F8_E4M3",
+                           (int)args->x_dtype, (int)args->y_dtype);
+    EPMOEI_CHECK(check_flag("fp8_activations", args->fp8_activations));
+    if (args->fp8_activations && args->weight.format != EPMOE_FORMAT_FP8_BLOCK)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
+                           "fp8_activations is 1 and weight.format %s: expected fp8_block",
+                           epmoe_format_string(args->weight.format));
+    if (codes && args->weight.format != EPMOE_FORMAT_FP8_BLOCK)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype is F8_E4M3 and weight.format %s: expected fp8_block",
+                           epmoe_format_string(args->weight.format));
+    const int32_t least = codes ? EPMOE_GRANULARITY_TENSOR : 0, most = codes ? EPMOE_GRANULARITY_BLOCK128 : 0;
+    if ((int32_t)args->x_quant < least || (int32_t)args->x_quant > most)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_quant is %d and x_dtype %s: expected %d..%d",
+                           (int)args->x_quant, epmoe_dtype_string(args->x_dtype), least, most);
+    if (!codes && args->x_scale)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is given and x_dtype %s: expected F8_E4M3",
+                           epmoe_dtype_string(args->x_dtype));
+    args->fp8_activations |= codes;
+    return EPMOE_OK;
 }
 
 static epmoe_status_t check_volumes(const epmoe_grouped_gemm_args_t *args)
@@ -54,9 +83,7 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "num_slots is %d: expected a multiple of x_row_divisor (%d)",
                            out->num_slots, out->x_row_divisor);
     EPMOEI_CHECK(check_volumes(out));
-    if (!epmoei_dtype_is_float(out->x_dtype) || !epmoei_dtype_is_float(out->y_dtype))
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype is %d and y_dtype is %d: expected F32, BF16 or F16",
-                           (int)out->x_dtype, (int)out->y_dtype);
+    EPMOEI_CHECK(check_x(out));
     if ((int)out->layout < EPMOE_LAYOUT_GATE_FIRST || out->layout > EPMOE_LAYOUT_PACKED)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layout is %d: expected an epmoe_layout_t", (int)out->layout);
     EPMOEI_CHECK(check_flag("weight_on_input", out->weight_on_input));
@@ -67,11 +94,6 @@ static epmoe_status_t check_shape(const epmoe_grouped_gemm_args_t *args, epmoe_g
     if (epmoei_activation_is_gated(out->activation) && out->n % 2)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "n is %d: expected an even number with a gated activation",
                            out->n);
-    EPMOEI_CHECK(check_flag("fp8_activations", out->fp8_activations));
-    if (out->fp8_activations && out->weight.format != EPMOE_FORMAT_FP8_BLOCK)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
-                           "fp8_activations is 1 and weight.format %s: expected fp8_block",
-                           epmoe_format_string(out->weight.format));
     return check_weight(&out->weight, out->k, false);
 }
 
@@ -106,6 +128,8 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
     } needed[] = {{"x", out->x}, {"y", out->y}};
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
         if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
+    if (out->x_quant && !out->x_scale)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is NULL: x of F8_E4M3 needs it");
     if (!out->expert_offsets && out->num_experts != 1)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets is NULL: expected offsets of %d experts",
                            out->num_experts);
@@ -215,4 +239,16 @@ epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_s
 epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
     return run(args, true, stream);
+}
+
+void epmoei_grouped_gemm_widen_row(const epmoe_grouped_gemm_args_t *args, int64_t row, float *to)
+{
+    const uint8_t *codes = (const uint8_t *)args->x + row * args->k;
+    const epmoei_scale_steps_t steps = epmoei_scale_steps(args->x_quant, args->k);
+    for (int64_t first = 0; first < args->k; first += EPMOEI_FP8_COLUMNS) {
+        const int64_t end = epmoei_min64(first + EPMOEI_FP8_COLUMNS, args->k);
+        const float scale = args->x_scale[row * steps.row + first / EPMOEI_FP8_COLUMNS * steps.block];
+#pragma omp simd
+        for (int64_t i = first; i < end; i++) to[i] = epmoei_e4m3_to_f32(codes[i]) * scale;
+    }
 }

@@ -29,6 +29,8 @@ epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args
 
 /* The row of a quantised weight at which its second half begins, as epmoei_quant_t wants it; 0 = there is none. */
 int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args);
+/* The values [K] of a row of x that is codes, on the host. */
+void epmoei_grouped_gemm_widen_row(const epmoe_grouped_gemm_args_t *args, int64_t row, float *to);
 
 /* The least work: each active expert's weights once, each row once. */
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows);

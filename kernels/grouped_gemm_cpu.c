@@ -274,6 +274,10 @@ epmoe_status_t epmoei_grouped_gemm_cpu(const epmoe_grouped_gemm_args_t *args, ep
         if (plan.x) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < x_rows; r++) {
+                if (args->x_quant) {
+                    epmoei_grouped_gemm_widen_row(args, r, plan.x + r * args->k);
+                    continue;
+                }
                 epmoei_to_f32(plan.x + r * args->k,
                               (const char *)args->x + r * args->k * epmoe_dtype_size(args->x_dtype), args->x_dtype,
                               args->k);

@@ -21,10 +21,9 @@ bool epmoei_grouped_gemm_fp8_takes_sm90(const epmoe_grouped_gemm_args_t *args)
     if (group == 0) group = EPMOEI_FP8_COLUMNS;
     if (group == -1) group = INT32_MAX;
     if (rows == -1) rows = INT32_MAX;
-    if (rows != 0 && rows != group) return false;
     if (!args->fp8_activations || args->weight.format != EPMOE_FORMAT_FP8_BLOCK || args->k % 16) return false;
-    if (group >= args->k && group >= args->n) return !gated || f % 8 == 0; /* one block, whatever its size */
-    if (group % EPMOEI_FP8_COLUMNS) return false;
+    if (group >= args->k) return !gated || f % 8 == 0; /* scales of rows, however many have the same */
+    if (group % EPMOEI_FP8_COLUMNS || (rows != 0 && rows != group)) return false;
     if (!gated) return true;
     return f % 8 == 0 && (args->layout != EPMOE_LAYOUT_GATE_FIRST || f % EPMOEI_FP8_COLUMNS == 0);
 }

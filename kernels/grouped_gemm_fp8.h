@@ -1,9 +1,11 @@
 /* Grouped GEMM of FP8_BLOCK weights by quantised activations on Hopper: epmoe_grouped_gemm with fp8_activations.
  *
  * Contract beyond kernels/grouped_gemm.h and kernels/grouped_gemm_quant.h:
- *   activations  E4M3, 128 columns per scale, with the bits of epmoe_quantize_fp8 (BLOCK128) on the rows of x
+ *   activations  E4M3, 128 columns per scale, with the bits of epmoe_quantize_fp8 (BLOCK128) on the rows of x; or x is
+ *                codes, whose scale of a row or of everything then is that of each 128 columns
  *   order        sum over K: exact products, 128 columns in the tensor cores' accumulator, which is then multiplied by
- *                (activation scale * weight scale) and added in fp32, ascending; the same for a row whatever the others
+ *                (activation scale * weight scale) and added in fp32, ascending; a weight scale that holds for all of K
+ *                multiplies the sum instead; the same for a row whatever the others
  *   NaN          flows through; it never spreads to another row
  * Weights by activations that are not quantised are the sm80 tier's on every device.
  *
@@ -30,8 +32,8 @@ typedef struct epmoei_fp8_rows_t {
 /* Bytes of them; base NULL counts. */
 int64_t epmoei_fp8_rows_layout(void *base, int64_t rows, int64_t k, epmoei_fp8_rows_t *out);
 
-/* Whether the wgmma kernel computes this: fp8_activations, blocks of weights that no 128 rows of a tile cross, whole
- * groups of 8 gate and 8 up rows. The weight's defaults need not be filled in. */
+/* Whether the wgmma kernel computes this: fp8_activations, scales that hold for all of K or blocks that no 128 rows of
+ * a tile cross, whole groups of 8 gate and 8 up rows. The weight's defaults need not be filled in. */
 bool epmoei_grouped_gemm_fp8_takes_sm90(const epmoe_grouped_gemm_args_t *args);
 /* Whether h may stay quantised between these two. */
 bool epmoei_grouped_gemm_fp8_chains_sm90(const epmoe_grouped_gemm_args_t *gemm1,
@@ -56,6 +58,10 @@ epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_gemm_args_t
 /* to[r] = the quantised row of x that row r of the sorted order reads; rows of padding are left as they are. */
 epmoe_status_t epmoei_quantize_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *to,
                                          epmoe_stream_t stream);
+/* The same of args->x that is codes; where they lie in the sorted order already, to->codes becomes args->x, which is
+ * only read. */
+epmoe_status_t epmoei_sort_codes_sm90(const epmoe_grouped_gemm_args_t *args, epmoei_fp8_rows_t *to,
+                                      epmoe_stream_t stream);
 /* The same of rows `from`, in place of args->x, that are quantised; row_index and expert_offsets are there. K is a
  * multiple of 16. */
 epmoe_status_t epmoei_gather_coded_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_coded_rows_t *from,

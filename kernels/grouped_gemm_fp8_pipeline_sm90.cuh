@@ -31,19 +31,6 @@ struct pipeline_t {
     int32_t lead;
 };
 
-/* Where the scales of weights are: those of 128 columns follow each other. A tile has two: of its gate and its up rows,
- * or of its lower and its upper 128 rows. */
-struct weight_scales_t {
-    const void *data;
-    epmoe_dtype_t dtype;
-    int32_t by_half;
-    int32_t group_rows;   /* weight rows of a block of scales */
-    int32_t group_steps;  /* steps of 128 columns of one */
-    int32_t groups;       /* along a row */
-    int32_t blocks;       /* along an expert's rows */
-    int32_t second_first; /* gate and up: the weight row, in an order of blocks, at which the up rows begin */
-};
-
 typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
 
 /* Byte offsets in shared memory: stages, their scales (tokens', then weights'), staging of the warps, notes, barriers,

@@ -22,7 +22,7 @@
  * What bounds a step of 128 tokens: 1024 clocks of tensor cores, and of shared memory 512 for the weights that they
  * read, 128 for tokens and 384 for the copies; of 64 tokens or less: 1660 clocks of the memory's bandwidth for 32 KB of
  * weights. */
-#include "kernels/grouped_gemm_fp8_pipeline_sm90.cuh"
+#include "kernels/grouped_gemm_fp8_scales_sm90.cuh"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/ptx_wgmma_fp8.cuh"
 
@@ -113,54 +113,6 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         if (lane == 0) ptx_mbarrier_arrive(full + 8 * ring.stage);
         if (tile.width == 0) return;
         ring.advance(kNotes);
-    }
-}
-
-__device__ __forceinline__ float load_scale(const weight_scales_t &w, int64_t at)
-{
-    switch (w.dtype) {
-    case EPMOE_BF16: return __bfloat162float(((const __nv_bfloat16 *)w.data)[at]);
-    case EPMOE_F16: return __half2float(((const __half *)w.data)[at]);
-    case EPMOE_F8_E8M0: {
-        const uint32_t code = ((const uint8_t *)w.data)[at];
-        return __uint_as_float(code == 255 ? 0x7FC00000u : code ? code << 23 : 0x00400000u);
-    }
-    default: return ((const float *)w.data)[at];
-    }
-}
-
-/* A tile's two scales of weights under each of 32 steps, those of step i with lane i. */
-__device__ __forceinline__ float2 load_weight_scales(const weight_scales_t &w, const walk_t &at)
-{
-    const int32_t row = at.block * (w.by_half ? kTileW : kHalfW);
-    /* A cluster's last block may have no rows. */
-    const int32_t first = min(row / w.group_rows, w.blocks - 1);
-    const int32_t second = min((row + w.second_first) / w.group_rows, w.blocks - 1);
-    const int32_t group = min((at.step + (int32_t)threadIdx.x % 32) / w.group_steps, w.groups - 1);
-    const int64_t from = (int64_t)at.tile.expert * w.blocks * w.groups + group;
-    return make_float2(load_scale(w, from + (int64_t)first * w.groups),
-                       load_scale(w, from + (int64_t)second * w.groups));
-}
-
-/* One warp: the scales of weights, which consumers would wait for, into the stages. */
-__device__ __forceinline__ void produce_weight_scales(const gemm_params_t &p, const block_t &b,
-                                                      const weight_scales_t &w)
-{
-    const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
-    float2 scales = {0.0f, 0.0f};
-    ring_t ring = {0, 0};
-    walk_t at;
-    at.index = b.first_tile;
-    for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
-        if (at.step % 32 == 0) scales = load_weight_scales(w, at);
-        const float first = __shfl_sync(0xFFFFFFFFu, scales.x, at.step % 32);
-        const float second = __shfl_sync(0xFFFFFFFFu, scales.y, at.step % 32);
-        wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
-        if (threadIdx.x % 32 == 0) {
-            *(float4 *)b.weight_scales_of(ring.stage) =
-                w.by_half ? make_float4(first, first, second, second) : make_float4(first, second, first, second);
-            ptx_mbarrier_arrive(full + 8 * ring.stage);
-        }
     }
 }
 
@@ -314,7 +266,8 @@ __device__ __forceinline__ fp8_epilogue_t fp8_epilogue(const gemm_params_t &p, c
     return e;
 }
 
-__device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8_rows_t &y, const block_t &b)
+__device__ __forceinline__ void consume(const gemm_params_t &p, const weight_scales_t &w, const epmoei_fp8_rows_t &y,
+                                        const block_t &b)
 {
     const uint32_t notes_full = ptx_shared_address(b.barriers->notes_full);
     const uint32_t notes_empty = ptx_shared_address(b.barriers->notes_empty);
@@ -336,7 +289,9 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const epmoei_fp8
             if (shared && b.line.lead && turn != group) ptx_named_barrier<2>(2 * kWarpgroup);
             multiply(b, tile, share, ring, acc);
             if (!shared) end_alone(group);
-            store_tile(p, y, b.line.way, fp8_epilogue(p, b, note), acc);
+            const fp8_epilogue_t e = fp8_epilogue(p, b, note);
+            if (w.of_rows && e.num_rows > 0) scale_rows(p, w, e, acc);
+            store_tile(p, y, b.line.way, e, acc);
         } else {
             await_other(group);
             skip_steps(ring, b.k_steps, b.line.stages);
@@ -398,29 +353,10 @@ __global__ void __launch_bounds__(kThreads, 1)
             produce_weight_scales(p, b, w);
     } else {
         ptx_setmaxnreg_inc<kConsumerRegisters>();
-        consume(p, y, b);
+        consume(p, w, y, b);
     }
     if (line.cluster > 1) ptx_cluster_sync(); /* nothing arrives in a block that has ended */
     epmoei_wait_for_predecessor();            /* nor does this kernel end before the one before it */
-}
-
-weight_scales_t weight_scales(const epmoe_grouped_gemm_args_t *args, const gemm_params_t *p)
-{
-    const int32_t f = args->n / 2;
-    const bool packed = p->gated && args->layout == EPMOE_LAYOUT_PACKED;
-    weight_scales_t w = {};
-    w.data = args->weight.scales;
-    w.dtype = args->weight.scales_dtype;
-    w.by_half = !p->gated || args->layout == EPMOE_LAYOUT_INTERLEAVED;
-    /* One larger than the matrix is as good as one of its size. */
-    const int64_t most = epmoei_round_up(epmoei_max64(args->n, args->k), kTileK);
-    const int32_t group = (int32_t)epmoei_min64(args->weight.group_size, most);
-    w.group_rows = group;
-    w.group_steps = (int32_t)epmoei_ceil_div(group, kTileK);
-    w.groups = (int32_t)epmoei_ceil_div(args->k, group);
-    w.blocks = (int32_t)(packed ? 2 * epmoei_ceil_div(f, group) : epmoei_ceil_div(args->n, group));
-    w.second_first = w.by_half ? kHalfW : packed ? w.blocks / 2 * group : f;
-    return w;
 }
 
 /* As many stages as fit. Ahead by two, a warpgroup leaves two stages to the copies that are under way. */
@@ -485,7 +421,8 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_
     if (!args->workspace || args->workspace_bytes < bytes)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
-    EPMOEI_CHECK(epmoei_quantize_rows_sm90(args, &own, stream));
+    EPMOEI_CHECK(args->x_quant ? epmoei_sort_codes_sm90(args, &own, stream)
+                               : epmoei_quantize_rows_sm90(args, &own, stream));
     return launch(args, &own, y, stream);
 }
 
@@ -496,7 +433,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_fp8_sm90(const epmoe_grouped_gemm_
     if (!args->fp8_activations) return epmoei_grouped_gemm_quant_sm80(args, stream);
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                        "fp8_activations is 1 with n %d, layout %d, weight.group_size %d and group_rows %d: on CUDA 8 "
-                       "columns of gates and 8 of ups must be whole, and groups square multiples of 128 that do not "
-                       "begin inside a tile",
+                       "columns of gates and 8 of ups must be whole, and groups cover k, or be square multiples of 128 "
+                       "that do not begin inside a tile",
                        args->n, (int)args->layout, args->weight.group_size, args->weight.group_rows);
 }

@@ -37,7 +37,7 @@ static epmoe_status_t check_alignment(const epmoe_grouped_gemm_args_t *args)
                     {"workspace", args->workspace}};
     for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
         EPMOEI_CHECK(epmoei_check_aligned(pointers[i].name, pointers[i].pointer, 16));
-    return EPMOE_OK;
+    return epmoei_check_aligned("x_scale", args->x_scale, 4);
 }
 
 epmoe_status_t epmoei_grouped_gemm_quant_check_cuda(const epmoe_grouped_gemm_args_t *args)
@@ -47,7 +47,7 @@ epmoe_status_t epmoei_grouped_gemm_quant_check_cuda(const epmoe_grouped_gemm_arg
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "weight.format is %s: on CUDA expected bf16, fp16, fp8_block, w4 or mxfp4",
                            epmoe_format_string(format));
-    if (args->x_dtype != EPMOE_BF16 && args->x_dtype != EPMOE_F16)
+    if (args->x_dtype != EPMOE_BF16 && args->x_dtype != EPMOE_F16 && !args->x_quant)
         return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
                            "x_dtype is %s and weight.format %s: on CUDA x must be bf16 or f16",
                            epmoe_dtype_string(args->x_dtype), epmoe_format_string(format));

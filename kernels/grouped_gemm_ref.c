@@ -17,9 +17,14 @@ static float dot(const epmoe_grouped_gemm_args_t *args, int32_t expert, int64_t 
     return sum;
 }
 
-/* x with fp8_activations: quantised in its 128 columns and back. */
+/* x of codes, or with fp8_activations: quantised in its 128 columns and back. */
 static float quantised_x(const epmoe_grouped_gemm_args_t *args, int64_t x_row, int64_t k)
 {
+    if (args->x_quant) {
+        epmoei_scale_steps_t steps = epmoei_scale_steps(args->x_quant, args->k);
+        return epmoei_e4m3_to_f32(((const uint8_t *)args->x)[x_row * args->k + k]) *
+               args->x_scale[x_row * steps.row + k / EPMOEI_FP8_COLUMNS * steps.block];
+    }
     int64_t first = k / EPMOEI_FP8_COLUMNS * EPMOEI_FP8_COLUMNS,
             end = epmoei_min64(first + EPMOEI_FP8_COLUMNS, args->k);
     float amax = 0;

@@ -19,6 +19,21 @@ extern "C" {
 
 #define EPMOEI_FP8_COLUMNS 128 /* of a BLOCK128 scale */
 
+/* Where the scales of quantised rows of `columns` lie: that of columns 128 i and on of row t is at t * row + i * block.
+ */
+typedef struct epmoei_scale_steps_t {
+    int64_t row;
+    int64_t block;
+} epmoei_scale_steps_t;
+static inline epmoei_scale_steps_t epmoei_scale_steps(epmoe_granularity_t granularity, int64_t columns)
+{
+    epmoei_scale_steps_t steps = {0, 0};
+    if (granularity == EPMOE_GRANULARITY_TOKEN) steps.row = 1;
+    if (granularity == EPMOE_GRANULARITY_BLOCK128)
+        steps.row = epmoei_ceil_div(columns, EPMOEI_FP8_COLUMNS), steps.block = 1;
+    return steps;
+}
+
 /* Checks and normalises: after it every default of `out` is filled in. */
 epmoe_status_t epmoei_quantize_fp8_check(const epmoe_quantize_fp8_args_t *args, epmoe_quantize_fp8_args_t *out);
 epmoei_floor_t epmoei_quantize_fp8_floor(const epmoe_quantize_fp8_args_t *args);

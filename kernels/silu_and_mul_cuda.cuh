@@ -15,18 +15,25 @@ __device__ __forceinline__ float epmoei_gate_times(float gate, float fraction)
     return gate == -INFINITY ? 0.0f : gate * fraction;
 }
 
-__device__ __forceinline__ float epmoei_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+/* Of results that are rounded to 16 bits: a few units of fp32 off, in a third of the instructions. The exponential of
+ * nothing positive, so that no quotient is one of numbers too large for the fast division. */
+template <typename T> __device__ __forceinline__ float epmoei_sigmoid(float x)
+{
+    if constexpr (sizeof(T) == 4) return 1.0f / (1.0f + expf(-x));
+    const float power = __expf(-fabsf(x)), larger = __fdividef(1.0f, 1.0f + power);
+    return x < 0.0f ? larger * power : larger;
+}
 
 /* epmoei_activate of kernels/activation.h, but for the limit. */
-template <epmoe_activation_t kActivation>
+template <typename T, epmoe_activation_t kActivation>
 __device__ __forceinline__ float epmoei_activate_one(float gate, float up, float alpha)
 {
     if (kActivation == EPMOE_ACTIVATION_GELU) return epmoei_gate_times(gate, 0.5f * erfcf(gate * -0.70710678f)) * up;
     if (kActivation == EPMOE_ACTIVATION_GELU_TANH)
-        return epmoei_gate_times(gate, epmoei_sigmoid(1.5957691f * (gate + 0.044715f * gate * gate * gate))) * up;
+        return epmoei_gate_times(gate, epmoei_sigmoid<T>(1.5957691f * (gate + 0.044715f * gate * gate * gate))) * up;
     if (kActivation == EPMOE_ACTIVATION_SWIGLU_OAI)
-        return epmoei_gate_times(gate, epmoei_sigmoid(alpha * gate)) * (up + 1.0f);
-    return epmoei_gate_times(gate, epmoei_sigmoid(gate)) * up;
+        return epmoei_gate_times(gate, epmoei_sigmoid<T>(alpha * gate)) * (up + 1.0f);
+    return epmoei_gate_times(gate, epmoei_sigmoid<T>(gate)) * up;
 }
 
 /* By comparisons, since fminf and fmaxf drop a NaN. */
@@ -40,14 +47,28 @@ __device__ __forceinline__ void epmoei_clamp_run(float (&gate)[kCount], float (&
     }
 }
 
-template <epmoe_activation_t kActivation, int kCount>
+template <typename T, epmoe_activation_t kActivation, int kCount>
 __device__ __forceinline__ void epmoei_activate_run(float (&gate)[kCount], const float (&up)[kCount], float alpha)
 {
 #pragma unroll
-    for (int i = 0; i < kCount; i++) gate[i] = epmoei_activate_one<kActivation>(gate[i], up[i], alpha);
+    for (int i = 0; i < kCount; i++) gate[i] = epmoei_activate_one<T, kActivation>(gate[i], up[i], alpha);
 }
 
-/* Columns [col, col + kCount) of a row in fp32, not yet rounded. */
+/* Outputs of gates y and ups of T in fp32, not yet rounded, in place of the gates. */
+template <typename T, int kCount>
+__device__ __forceinline__ void epmoei_activate_pairs(float (&y)[kCount], float (&up)[kCount],
+                                                      const epmoe_silu_and_mul_args_t &args)
+{
+    if (args.limit > 0.0f) epmoei_clamp_run(y, up, args.limit);
+    switch (args.activation) {
+    case EPMOE_ACTIVATION_GELU: epmoei_activate_run<T, EPMOE_ACTIVATION_GELU>(y, up, args.alpha); break;
+    case EPMOE_ACTIVATION_GELU_TANH: epmoei_activate_run<T, EPMOE_ACTIVATION_GELU_TANH>(y, up, args.alpha); break;
+    case EPMOE_ACTIVATION_SWIGLU_OAI: epmoei_activate_run<T, EPMOE_ACTIVATION_SWIGLU_OAI>(y, up, args.alpha); break;
+    default: epmoei_activate_run<T, EPMOE_ACTIVATION_SILU>(y, up, args.alpha);
+    }
+}
+
+/* Columns [col, col + kCount) of a row. */
 template <typename T, int kCount>
 __device__ __forceinline__ void epmoei_silu_run(float (&y)[kCount], const epmoe_silu_and_mul_args_t &args, int64_t row,
                                                 int64_t col)
@@ -56,13 +77,7 @@ __device__ __forceinline__ void epmoei_silu_run(float (&y)[kCount], const epmoe_
     float up[kCount];
     epmoei_load_run(y, x);
     epmoei_load_run(up, x + args.width);
-    if (args.limit > 0.0f) epmoei_clamp_run(y, up, args.limit);
-    switch (args.activation) {
-    case EPMOE_ACTIVATION_GELU: epmoei_activate_run<EPMOE_ACTIVATION_GELU>(y, up, args.alpha); break;
-    case EPMOE_ACTIVATION_GELU_TANH: epmoei_activate_run<EPMOE_ACTIVATION_GELU_TANH>(y, up, args.alpha); break;
-    case EPMOE_ACTIVATION_SWIGLU_OAI: epmoei_activate_run<EPMOE_ACTIVATION_SWIGLU_OAI>(y, up, args.alpha); break;
-    default: epmoei_activate_run<EPMOE_ACTIVATION_SILU>(y, up, args.alpha);
-    }
+    epmoei_activate_pairs<T>(y, up, args);
 }
 
 #endif

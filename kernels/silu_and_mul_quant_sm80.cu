@@ -42,33 +42,58 @@ __device__ __forceinline__ void store_codes(const epmoe_silu_and_mul_args_t &arg
 
 /* ------------------------------------------------------------------------------------------------------- kernels */
 
-/* kLanes threads a group of 128 columns; with a static scale nobody has to agree on one. */
-template <typename T, int kCount>
+/* What a thread has to read for kCount outputs. */
+template <typename T, int kCount> struct inputs_t {
+    float gate[kCount];
+    float up[kCount];
+};
+
+/* kLanes threads a group of 128 columns; with a static scale nobody has to agree on one. A thread reads its share of
+ * the next group before it makes codes of this one. */
+template <typename T, int kCount, bool kFixed>
 __global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_and_mul_args_t args)
 {
     constexpr int kRounds = kRun / kCount;
-    const bool fixed = args.quant == EPMOE_GRANULARITY_TENSOR;
     const int32_t lane = threadIdx.x % kLanes;
     const int64_t groups = (args.width + kGroup - 1) / kGroup, all = groups * args.num_tokens;
     const int64_t step = (int64_t)gridDim.x * (kThreads / kLanes), rounds = (all + step - 1) / step;
-    const bool narrow = rounds * step <= UINT32_MAX; /* a division of 64 bits takes as long as the rest */
-    int64_t at = (int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+    const bool narrow = (rounds + 1) * step <= UINT32_MAX; /* a division of 64 bits takes as long as the rest */
     epmoei_begin_dependent();
-    epmoei_divisor_t divisor = epmoei_divisor(fixed ? *args.static_scale : 1.0f);
+    epmoei_divisor_t divisor = epmoei_divisor(kFixed ? *args.static_scale : 1.0f);
+    inputs_t<T, kCount> in[kRounds];
+    int64_t row = 0, first = 0;
+    const auto find = [&](int64_t at) {
+        row = narrow ? (uint32_t)at / (uint32_t)groups : at / groups;
+        first = (at - row * groups) * kGroup + lane * kCount;
+    };
+    const auto load = [&](int64_t at) {
+        find(at);
+#pragma unroll
+        for (int r = 0; r < kRounds; r++) {
+            const int64_t col = first + r * kLanes * kCount;
+#pragma unroll
+            for (int i = 0; i < kCount; i++) in[r].gate[i] = in[r].up[i] = 0.0f;
+            if (at >= all || col >= args.width) continue;
+            const T *x = (const T *)args.x + row * args.x_stride + col;
+            epmoei_load_run(in[r].gate, x);
+            epmoei_load_run(in[r].up, x + args.width);
+        }
+    };
+    int64_t at = (int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+    load(at);
     /* Both halves of a warp take part in the shuffles of either. */
     for (int64_t round = 0; round < rounds; round++, at += step) {
-        const int64_t row = narrow ? (uint32_t)at / (uint32_t)groups : at / groups,
-                      first = (at - row * groups) * kGroup + lane * kCount;
+        const int64_t y_row = row, y_first = first;
         float y[kRounds][kCount], amax = 0.0f;
 #pragma unroll
         for (int r = 0; r < kRounds; r++) {
+            epmoei_activate_pairs<T>(in[r].gate, in[r].up, args);
 #pragma unroll
-            for (int i = 0; i < kCount; i++) y[r][i] = 0.0f;
-            if (at < all && first + r * kLanes * kCount < args.width)
-                rounded_run<T>(y[r], args, row, first + r * kLanes * kCount);
+            for (int i = 0; i < kCount; i++) y[r][i] = epmoei_to_float(epmoei_from_float<T>(in[r].gate[i]));
             amax = fold_amax(amax, y[r]);
         }
-        if (!fixed) {
+        if (round + 1 < rounds) load(at + step);
+        if (!kFixed) {
 #pragma unroll
             for (int i = kLanes / 2; i > 0; i /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, i));
             const float scale = epmoei_scale_of_amax(amax);
@@ -78,8 +103,8 @@ __global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_
         if (at >= all) continue;
 #pragma unroll
         for (int r = 0; r < kRounds; r++)
-            if (first + r * kLanes * kCount < args.width)
-                store_codes<false>(args, row, first + r * kLanes * kCount, y[r], divisor);
+            if (y_first + r * kLanes * kCount < args.width)
+                store_codes<!kFixed>(args, y_row, y_first + r * kLanes * kCount, y[r], divisor);
     }
 }
 
@@ -155,12 +180,14 @@ __global__ void __launch_bounds__(kThreads) silu_rows_kernel(const epmoe_silu_an
 template <typename T, int kCount> epmoe_status_t launch(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream)
 {
     const int64_t most_blocks = 16 * (int64_t)epmoei_device_current()->num_sms;
-    const bool rows = args->quant == EPMOE_GRANULARITY_TOKEN;
+    const bool rows = args->quant == EPMOE_GRANULARITY_TOKEN, fixed = args->quant == EPMOE_GRANULARITY_TENSOR;
+    const auto kernel = rows    ? silu_rows_kernel<T, kCount>
+                        : fixed ? silu_groups_kernel<T, kCount, true>
+                                : silu_groups_kernel<T, kCount, false>;
     const int64_t groups = args->num_tokens * epmoei_ceil_div(args->width, kGroup);
     const int64_t work = rows ? args->num_tokens : epmoei_ceil_div(groups, kThreads / kLanes);
     return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(rows ? silu_rows_kernel<T, kCount> : silu_groups_kernel<T, kCount>,
-                                         (unsigned)epmoei_min64(work, most_blocks), kThreads, 0, stream, *args),
+        (int32_t)epmoei_launch_dependent(kernel, (unsigned)epmoei_min64(work, most_blocks), kThreads, 0, stream, *args),
         "epmoe_silu_and_mul");
 }
 

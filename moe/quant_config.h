@@ -16,7 +16,7 @@ typedef struct epmoei_quant_config_t {
     int32_t zero_convention; /* GPTQ: 1, or 2 for checkpoint_format gptq_v2 */
     bool needs_g_idx;        /* GPTQ: desc_act; compressed-tensors: actorder "group" */
     bool needs_zeros;        /* compressed-tensors: symmetric is false */
-    char refusal[160];       /* what this version cannot read, "" = nothing */
+    char refusal[192];       /* what this version cannot read, "" = nothing */
     char **left_out;         /* modules that are not quantised: owned */
     int32_t num_left_out;
 } epmoei_quant_config_t;

@@ -1,5 +1,8 @@
 #include "kernels/grouped_gemm_fp8.h"
 
+#include "tests/e4m3_oracle.h"
+#include "tests/testing.h"
+
 #include <criterion/criterion.h>
 
 static epmoe_grouped_gemm_args_t product(int32_t n, int32_t k, epmoe_activation_t activation, epmoe_layout_t layout,
@@ -39,7 +42,8 @@ Test(gemm_fp8, what_the_wgmma_kernel_takes)
         {256, 128, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 64, false},
         {256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 256, true},
         {256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, false},
-        {256, 128, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, false}, /* a block ends inside a tile */
+        {256, 256, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, false}, /* a block ends inside a tile */
+        {256, 128, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, 192, true},  /* it covers K */
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         epmoe_grouped_gemm_args_t args =
@@ -48,12 +52,12 @@ Test(gemm_fp8, what_the_wgmma_kernel_takes)
         args.fp8_activations = 0;
         cr_expect_not(epmoei_grouped_gemm_fp8_takes_sm90(&args));
     }
-    /* Blocks are square, or one. */
+    /* Blocks are square, or whole rows. */
     static const struct {
         int32_t group, rows;
         bool takes;
-    } blocks[] = {{0, 128, true}, {128, 128, true}, {-1, -1, true}, {-1, INT32_MAX, true},
-                  {-1, 1, false}, {128, 1, false},  {0, 64, false}, {128, -1, false}};
+    } blocks[] = {{0, 128, true}, {128, 128, true}, {-1, -1, true}, {-1, INT32_MAX, true}, {-1, 1, true},
+                  {-1, 5, true},  {128, 1, false},  {0, 64, false}, {128, -1, false}};
     for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
         epmoe_grouped_gemm_args_t args = product(256, 512, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, blocks[i].group);
         args.weight.group_rows = blocks[i].rows;
@@ -100,4 +104,65 @@ Test(gemm_fp8, quantised_rows_lie_apart_and_aligned)
     cr_expect_geq((char *)rows.scales - memory, 5 * 272);
     cr_expect_eq((uintptr_t)rows.scales % 16, 0);
     cr_expect_geq(bytes, (char *)rows.scales - memory + 3 * 8 * 4);
+}
+
+/* x that is codes, with scales of each granularity, against sums in double precision of the codes' values: rows by
+ * index and as they lie, few and enough for BLAS, and with the reference's plain loops. */
+Test(gemm_fp8, x_of_codes)
+{
+    enum { E = 3, N = 40, K = 272, TOKENS = 70, TOP_K = 2, SLOTS = TOKENS * TOP_K, BLOCKS = 3 };
+    testing_rng_t rng = testing_rng(testing_seed());
+    static uint8_t x[TOKENS * K], w[E * N * K];
+    static float scales[TOKENS * BLOCKS], w_scales[E * N], y[SLOTS * N], by_ref[SLOTS * N];
+    int32_t offsets[E + 1] = {0, 3, 3, SLOTS}, index[SLOTS];
+    for (int32_t i = 0; i < TOKENS * K; i++) x[i] = e4m3_nearest(40.0 * (double)testing_normal(&rng));
+    for (int32_t i = 0; i < E * N * K; i++) w[i] = e4m3_nearest(40.0 * (double)testing_normal(&rng));
+    for (int32_t i = 0; i < TOKENS * BLOCKS; i++) scales[i] = testing_uniform(&rng, 0.001f, 0.02f);
+    for (int32_t i = 0; i < E * N; i++) w_scales[i] = testing_uniform(&rng, 0.001f, 0.02f);
+    for (int32_t i = 0; i < SLOTS; i++) index[i] = (int32_t)(i * 37LL % SLOTS);
+    for (int32_t quant = EPMOE_GRANULARITY_TENSOR; quant <= EPMOE_GRANULARITY_BLOCK128; quant++)
+        for (int32_t sorted = 0; sorted < 2; sorted++) {
+            epmoe_grouped_gemm_args_t args = product(N, K, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_GATE_FIRST, -1), checked;
+            const int32_t rows = sorted ? TOKENS : SLOTS;
+            offsets[E] = rows;
+            args.backend = EPMOE_BACKEND_CPU;
+            args.num_experts = E, args.max_rows = rows;
+            args.fp8_activations = 0;
+            args.expert_offsets = offsets;
+            args.row_index = sorted ? NULL : index;
+            args.x_row_divisor = sorted ? 1 : TOP_K;
+            args.x_sorted = sorted;
+            args.x_dtype = EPMOE_F8_E4M3, args.y_dtype = EPMOE_F32;
+            args.x = x, args.x_quant = (epmoe_granularity_t)quant, args.x_scale = scales;
+            args.weight.data = w, args.weight.scales = w_scales, args.weight.scales_dtype = EPMOE_F32;
+            args.weight.group_rows = 1;
+            args.y = y;
+            cr_assert_eq(epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes), EPMOE_OK, "%s",
+                         epmoe_last_error());
+            args.workspace = testing_buffer(args.workspace_bytes, 64);
+            cr_assert_eq(epmoe_grouped_gemm(&args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+            args.y = by_ref;
+            cr_assert_eq(epmoei_grouped_gemm_check(&args, &checked), EPMOE_OK, "%s", epmoe_last_error());
+            cr_assert_eq(epmoei_grouped_gemm_ref(&checked, NULL), EPMOE_OK);
+            testing_buffer_free(args.workspace);
+            for (int32_t r = 0, e = 0; r < rows; r++) {
+                while (r >= offsets[e + 1]) e++;
+                const int32_t slot = sorted ? r : index[r], row = sorted ? r : slot / TOP_K;
+                for (int32_t n = 0; n < N; n++) {
+                    double sum = 0, size = 0;
+                    for (int32_t k = 0; k < K; k++) {
+                        const int32_t at = quant == EPMOE_GRANULARITY_TENSOR  ? 0
+                                           : quant == EPMOE_GRANULARITY_TOKEN ? row
+                                                                              : row * BLOCKS + k / 128;
+                        const double term = e4m3_value(x[row * K + k]) * (double)scales[at] *
+                                            e4m3_value(w[((int64_t)e * N + n) * K + k]) * (double)w_scales[e * N + n];
+                        sum += term, size += fabs(term);
+                    }
+                    const float got = y[slot * N + n], ref = by_ref[slot * N + n];
+                    cr_assert(fabs((double)got - sum) <= 1e-6 * size && fabs((double)ref - sum) <= 4e-6 * size,
+                              "x_quant %d sorted %d row %d column %d: %g, by the reference %g, expected %g", quant,
+                              sorted, r, n, (double)got, (double)ref, sum);
+                }
+            }
+        }
 }

@@ -475,6 +475,15 @@ Test(grouped_gemm, bad_arguments_name_themselves_and_write_nothing)
     REFUSED(args.weight.format = EPMOE_FORMAT_AWQ, EPMOE_ERROR_INVALID_ARGUMENT, "weight.scales is NULL");
     REFUSED(args.fp8_activations = 2, EPMOE_ERROR_INVALID_ARGUMENT, "fp8_activations is 2");
     REFUSED(args.fp8_activations = 1, EPMOE_ERROR_INVALID_ARGUMENT, "weight.format fp32: expected fp8_block");
+    REFUSED(args.x_dtype = EPMOE_F8_E4M3, EPMOE_ERROR_INVALID_ARGUMENT, "weight.format fp32: expected fp8_block");
+    REFUSED(args.x_quant = EPMOE_GRANULARITY_TOKEN, EPMOE_ERROR_INVALID_ARGUMENT, "x_quant is 2");
+    const float scale = 1;
+    REFUSED(args.x_scale = &scale, EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is given");
+    REFUSED((args.x_dtype = EPMOE_F8_E4M3, args.weight.format = EPMOE_FORMAT_FP8_BLOCK), EPMOE_ERROR_INVALID_ARGUMENT,
+            "x_quant is 0");
+    REFUSED((args.x_dtype = EPMOE_F8_E4M3, args.weight.format = EPMOE_FORMAT_FP8_BLOCK,
+             args.x_quant = EPMOE_GRANULARITY_TOKEN, args.weight.scales = &scale, args.weight.scales_dtype = EPMOE_F32),
+            EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is NULL");
     REFUSED(args.weight.format = (epmoe_format_t)77, EPMOE_ERROR_INVALID_ARGUMENT, "77");
     REFUSED(args.activation = (epmoe_activation_t)9, EPMOE_ERROR_INVALID_ARGUMENT, "9");
     REFUSED(args.x_dtype = EPMOE_I32, EPMOE_ERROR_INVALID_ARGUMENT, "x_dtype");

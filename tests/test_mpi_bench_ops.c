@@ -49,7 +49,8 @@ Test(bench_ops, single_ops)
                                       "rms_norm_fp8",
                                       "silu_and_mul_fp8",
                                       "linear",
-                                      "linear_fp8"};
+                                      "linear_fp8",
+                                      "linear_fp8_blocks"};
     for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
         testing_process_t process =
             run_bench(0, "--op %s --model olmoe-1b-7b --tokens 1,33 --iters 2 --warmup 1 --format json", ops[i]);

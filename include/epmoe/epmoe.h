@@ -360,6 +360,13 @@ typedef struct epmoe_unpermute_args_t {
 #define EPMOE_UNPERMUTE_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_unpermute_args_t)
 EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
 
+/* What one scale of a quantised activation covers. */
+typedef enum epmoe_granularity_t {
+    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
+    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
+    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
+} epmoe_granularity_t;
+
 /* Grouped GEMM by row index. For every expert e and every row r in [expert_offsets[e], expert_offsets[e+1]):
  *     s     = row_index ? row_index[r] : r                         (skipped when s >= num_slots: padding)
  *     acc   = sum over K of x[s / x_row_divisor, :] * w[e, n, :]   (fp32)
@@ -372,6 +379,8 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * With activation, GEMM 1 of the experts in one call; with row_weights, GEMM 2. x_sorted and y_sorted keep what lies
  * between the two in the sorted order, where a tile's rows are neighbours.
  * batch_invariant: a row's bits do not depend on the other rows of the call (it forgoes BLAS on the CPU).
+ * x of F8_E4M3, with an FP8_BLOCK weight, are codes as epmoe_quantize_fp8 or a fused op makes them: a value is its code
+ * times its scale in x_scale. With fp8_activations x of another type becomes such codes in the call.
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
  * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
@@ -379,9 +388,9 @@ EPMOE_API epmoe_status_t epmoe_unpermute(const epmoe_unpermute_args_t *args, epm
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
  * that are not stored in tiles, BF16 and F16 in tiles of other sizes or on other devices than epmoe_weight_t says, and
  * tiles on the CPU.
- * fp8_activations on CUDA need compute capability 9.0, K (gated: N too) a multiple of 16, group_size a
- * multiple of 128 or covering the weight, group_rows the same; with GATE_FIRST up rows begin with a block.
- * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
+ * fp8_activations and x of F8_E4M3 on CUDA need compute capability 9.0, K (gated: N too) a multiple of 16, and
+ * group_size -1 with any group_rows, or a multiple of 128 with group_rows the same; with GATE_FIRST up rows begin with
+ * a block. Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
@@ -393,7 +402,7 @@ typedef struct epmoe_grouped_gemm_args_t {
     const int32_t *row_index;      /* [max_rows] or NULL */
     int32_t num_slots;             /* rows of y; row indices >= this are padding; 0 = max_rows */
     int32_t x_row_divisor;         /* top_k when x has a row per token; 0 = 1 */
-    epmoe_dtype_t x_dtype;
+    epmoe_dtype_t x_dtype;         /* F32, BF16, F16 or F8_E4M3 */
     const void *x;                 /* [num_slots / x_row_divisor, K] */
     epmoe_weight_t weight;         /* [E,N,K] */
     epmoe_layout_t layout;         /* order of gate and up rows when an activation is given */
@@ -413,17 +422,12 @@ typedef struct epmoe_grouped_gemm_args_t {
     int32_t x_sorted;            /* 0 or 1: x is [max_rows, K], row r belongs to r instead of s / x_row_divisor */
     int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
     int32_t fp8_activations;     /* 0 or 1, FP8_BLOCK only: x is first quantised as epmoe_quantize_fp8 does, BLOCK128 */
+    epmoe_granularity_t x_quant; /* of x that is F8_E4M3, and only then: what one of its scales covers */
+    const float *x_scale;        /* the scales, of the rows that x has: see epmoe_granularity_t */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
 EPMOE_API epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
-
-/* What one scale of a quantised activation covers. */
-typedef enum epmoe_granularity_t {
-    EPMOE_GRANULARITY_TENSOR = 1,   /* everything: scale [1] */
-    EPMOE_GRANULARITY_TOKEN = 2,    /* a row: scale [T,1] */
-    EPMOE_GRANULARITY_BLOCK128 = 3, /* 128 columns of a row: scale [T, ceil(d/128)], the last block may be narrow */
-} epmoe_granularity_t;
 
 /* y[t,i] = act(x[t,i], x[t,d+i]): first half gate, second half up (see epmoe_activation_t). Any d.
  * With quant y is E4M3 and has the bits that quantising the rounded rows would give, as in epmoe_rms_norm_args_t.
@@ -667,7 +671,8 @@ EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe
  * Errors: INVALID_ARGUMENT for T below 0, N or K below 1, an unknown enum, NULL pointers, a format or a granularity
  * outside the table, x of E4M3 without x_scale or x_quant, x_scale for x of another type unless x_quant is TENSOR, a
  * too small workspace; on the CPU a static x_scale that is not finite and above 0; on CUDA addresses not aligned to 16
- * bytes. NOT_SUPPORTED as in epmoe_grouped_gemm_args_t, on CUDA also for TENSOR, TOKEN and x of E4M3.
+ * bytes. NOT_SUPPORTED as in epmoe_grouped_gemm_args_t; TENSOR, TOKEN and x of E4M3 need on CUDA what fp8_activations
+ * do there.
  * Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
 typedef struct epmoe_linear_args_t {
     size_t struct_size;

@@ -255,6 +255,8 @@ class epmoe_grouped_gemm_args_t(Structure):
         ("x_sorted", c_int32),
         ("y_sorted", c_int32),
         ("fp8_activations", c_int32),
+        ("x_quant", c_int32),
+        ("x_scale", c_void_p),
     ]
 
 

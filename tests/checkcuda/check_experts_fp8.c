@@ -106,12 +106,14 @@ void check_experts_fp8(testing_rng_t *rng)
 {
     check_begin(experts_op.name, "one call against its parts, bit for bit");
     const int32_t tokens[] = {1, 5, 33, 130, 300}, widths[][2] = {{128, 128}, {144, 400}, {528, 256}, {80, 16}};
-    for (int32_t i = 0; i < 5 * 4; i += check_step(7)) {
-        int32_t d = widths[i / 5][0], f = widths[i / 5][1], num_experts = i % 3 ? 6 : 2, top_k = 2;
+    for (int32_t i = 0; i < 2 * 5 * 4; i += check_step(7)) {
+        int32_t d = widths[i / 5 % 4][0], f = widths[i / 5 % 4][1], num_experts = i % 3 ? 6 : 2, top_k = 2;
         bool halves = f % 128 == 0; /* an order that the CPU has too */
+        bool of_rows = i >= 20;     /* a scale for each row of a weight, and not for 128 by 128 */
+        int32_t group = of_rows ? -1 : 0, high = of_rows;
         int64_t slots = (int64_t)tokens[i % 5] * top_k;
         check_case_t c;
-        check_case(&c, &experts_op, "T %d E %d d %d f %d %s", tokens[i % 5], num_experts, d, f,
+        check_case(&c, &experts_op, "T %d E %d d %d f %d group %d %s", tokens[i % 5], num_experts, d, f, group,
                    epmoe_dtype_string(i / 5 % 2 ? EPMOE_F16 : EPMOE_BF16));
         c.compare = compare_experts;
         epmoe_experts_args_t args = EPMOE_EXPERTS_ARGS_INIT;
@@ -124,6 +126,8 @@ void check_experts_fp8(testing_rng_t *rng)
         args.dtype = i / 5 % 2 ? EPMOE_F16 : EPMOE_BF16;
         args.gate_up.struct_size = args.down.struct_size = sizeof args.gate_up;
         args.gate_up.format = args.down.format = EPMOE_FORMAT_FP8_BLOCK;
+        args.gate_up.group_size = args.down.group_size = group;
+        args.gate_up.group_rows = args.down.group_rows = high;
         args.layout = halves ? EPMOE_LAYOUT_GATE_FIRST : EPMOE_LAYOUT_PACKED;
         args.activation = EPMOE_ACTIVATION_SILU;
         args.fp8_activations = 1;
@@ -131,8 +135,8 @@ void check_experts_fp8(testing_rng_t *rng)
             check_fail(&c, "%s", epmoe_last_error());
         memcpy(c.args, &args, sizeof args);
         int64_t up = (int64_t)num_experts * 2 * f, down = (int64_t)num_experts * d;
-        int64_t up_scales = num_experts * check_fp8_scales(0, 2 * f, d, !halves);
-        int64_t down_scales = num_experts * check_fp8_scales(0, d, f, false);
+        int64_t up_scales = num_experts * check_fp8_scales(group, high, 2 * f, d, !halves);
+        int64_t down_scales = num_experts * check_fp8_scales(group, high, d, f, false);
         void *x = CHECK_ADD(&c, epmoe_experts_args_t, x, CHECK_IN, args.dtype, args.num_tokens, d, 16);
         int32_t *ids = CHECK_ADD(&c, epmoe_experts_args_t, ids, CHECK_IN, EPMOE_I32, 1, slots, 4);
         float *weights = CHECK_ADD(&c, epmoe_experts_args_t, weights, CHECK_IN, EPMOE_F32, 1, slots, 4);

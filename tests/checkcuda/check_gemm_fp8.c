@@ -22,7 +22,7 @@ static float scale_at(const epmoe_weight_t *weight, int64_t i)
 /* Row of w of output i, its gate or only one, or its up row, and the row of blocks that it lies in. */
 static int64_t row_of_output(const epmoe_grouped_gemm_args_t *a, bool gated, int64_t i, bool up, int64_t *block)
 {
-    int64_t f = a->n / 2, group = a->weight.group_size, row = i;
+    int64_t f = a->n / 2, group = a->weight.group_rows, row = i;
     if (gated) row = a->layout == EPMOE_LAYOUT_GATE_FIRST ? up * f + i : 2 * i + up;
     *block = row / group;
     if (gated && a->layout == EPMOE_LAYOUT_PACKED) *block = up * ((f + group - 1) / group) + i / group;
@@ -32,8 +32,8 @@ static int64_t row_of_output(const epmoe_grouped_gemm_args_t *a, bool gated, int
 static double dot(const epmoe_grouped_gemm_args_t *a, bool gated, int64_t expert, int64_t i, bool up, const double *x)
 {
     int64_t group = a->weight.group_size, groups = (a->k + group - 1) / group, block;
-    int64_t blocks = (a->n + group - 1) / group;
-    if (gated && a->layout == EPMOE_LAYOUT_PACKED) blocks = 2 * ((a->n / 2 + group - 1) / group);
+    int64_t high = a->weight.group_rows, blocks = (a->n + high - 1) / high;
+    if (gated && a->layout == EPMOE_LAYOUT_PACKED) blocks = 2 * ((a->n / 2 + high - 1) / high);
     int64_t row = row_of_output(a, gated, i, up, &block);
     const uint8_t *codes = (const uint8_t *)a->weight.data + (expert * a->n + row) * a->k;
     double sum = 0;
@@ -49,6 +49,17 @@ static double dot(const epmoe_grouped_gemm_args_t *a, bool gated, int64_t expert
 /* x [k+1]: the values that the product sees, and the slot's weight. */
 static void make_row(const epmoe_grouped_gemm_args_t *a, int64_t x_row, int32_t slot, double *x)
 {
+    x[a->k] = a->row_weights ? (double)a->row_weights[slot] : 1.0;
+    if (a->x_quant) {
+        const int64_t blocks = (a->k + 127) / 128;
+        for (int64_t k = 0; k < a->k; k++) {
+            const int64_t at = a->x_quant == EPMOE_GRANULARITY_TENSOR  ? 0
+                               : a->x_quant == EPMOE_GRANULARITY_TOKEN ? x_row
+                                                                       : x_row * blocks + k / 128;
+            x[k] = e4m3_values[((const uint8_t *)a->x)[x_row * a->k + k]] * (double)a->x_scale[at];
+        }
+        return;
+    }
     for (int64_t first = 0; first < a->k; first += 128) {
         int64_t end = first + 128 < a->k ? first + 128 : a->k;
         float amax = 0;
@@ -61,7 +72,6 @@ static void make_row(const epmoe_grouped_gemm_args_t *a, int64_t x_row, int32_t 
             x[k] = e4m3_values[e4m3_nearest((double)(epmoei_load(a->x, a->x_dtype, x_row * a->k + k) / scale))] *
                    (double)scale;
     }
-    x[a->k] = a->row_weights ? (double)a->row_weights[slot] : 1.0;
 }
 
 static epmoe_status_t reference(const void *args)
@@ -100,13 +110,14 @@ static const check_op_t op = {"grouped_gemm_fp8", sizeof(epmoe_grouped_gemm_args
 typedef enum route_t { ROUTE_UNIFORM, ROUTE_ONE_EXPERT, ROUTE_FEW_EXPERTS, ROUTE_COUNT } route_t;
 
 typedef struct shape_t {
-    int32_t tokens, top_k, experts, n, k, group;
+    int32_t tokens, top_k, experts, n, k, group, group_rows;
     epmoe_dtype_t dtype, y_dtype, scales_dtype;
     epmoe_activation_t activation;
     epmoe_layout_t layout;
     route_t route;
     bool bias, row_weights, weight_on_input, indexed, x_sorted, y_sorted;
     float limit;
+    epmoe_granularity_t x_quant; /* 0: x is of dtype, and quantised by the call */
 } shape_t;
 
 /* As in the checks of the other formats: one slot in nine is nobody's, padding lies between an expert's slots. */
@@ -156,24 +167,25 @@ void check_fp8_weight(testing_rng_t *rng, uint8_t *codes, int64_t count, void *s
     }
 }
 
-int64_t check_fp8_scales(int32_t group_size, int64_t rows, int64_t cols, bool packed)
+int64_t check_fp8_scales(int32_t group_size, int32_t group_rows, int64_t rows, int64_t cols, bool packed)
 {
     int64_t group = group_size == 0 ? 128 : group_size == -1 ? INT32_MAX : group_size;
-    int64_t blocks = packed ? 2 * ((rows / 2 + group - 1) / group) : (rows + group - 1) / group;
+    int64_t high = group_rows == 0 ? group : group_rows == -1 ? INT32_MAX : group_rows;
+    int64_t blocks = packed ? 2 * ((rows / 2 + high - 1) / high) : (rows + high - 1) / high;
     return blocks * ((cols + group - 1) / group);
 }
 
 static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
 {
     static const char *const routes[] = {"uniform", "one expert", "few experts"};
-    check_case(c, &op,
-               "T %d k %d E %d N %d K %d group %d %s %s to %s act %d layout %d %s bias %d weights %d on input %d "
-               "index %d sorted %d%d",
-               shape->tokens, shape->top_k, shape->experts, shape->n, shape->k, shape->group,
-               epmoe_dtype_string(shape->scales_dtype), epmoe_dtype_string(shape->dtype),
-               epmoe_dtype_string(shape->y_dtype), (int)shape->activation, (int)shape->layout, routes[shape->route],
-               shape->bias, shape->row_weights, shape->weight_on_input, shape->indexed, shape->x_sorted,
-               shape->y_sorted);
+    check_case(
+        c, &op,
+        "T %d k %d E %d N %d K %d group %d rows %d %s %s to %s act %d layout %d %s bias %d weights %d on input %d "
+        "index %d sorted %d%d x_quant %d",
+        shape->tokens, shape->top_k, shape->experts, shape->n, shape->k, shape->group, shape->group_rows,
+        epmoe_dtype_string(shape->scales_dtype), epmoe_dtype_string(shape->dtype), epmoe_dtype_string(shape->y_dtype),
+        (int)shape->activation, (int)shape->layout, routes[shape->route], shape->bias, shape->row_weights,
+        shape->weight_on_input, shape->indexed, shape->x_sorted, shape->y_sorted, (int)shape->x_quant);
     bool gated = shape->activation < EPMOE_ACTIVATION_NONE;
     /* The tensor cores cut a product off 13 bits below the largest of those that they add at once, all in one
      * direction: some outputs of many are far off, and one of a gate and an up row is so twice. */
@@ -187,10 +199,12 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.max_rows = max_rows;
     args.num_slots = slots;
     args.x_row_divisor = shape->top_k;
-    args.x_dtype = shape->dtype;
+    args.x_dtype = shape->x_quant ? EPMOE_F8_E4M3 : shape->dtype;
+    args.x_quant = shape->x_quant;
     args.weight.struct_size = sizeof args.weight;
     args.weight.format = EPMOE_FORMAT_FP8_BLOCK;
     args.weight.group_size = shape->group;
+    args.weight.group_rows = shape->group_rows;
     args.weight.scales_dtype = shape->scales_dtype;
     args.layout = shape->layout;
     args.activation = shape->activation;
@@ -199,24 +213,31 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *shape)
     args.x_sorted = shape->x_sorted;
     args.y_sorted = shape->y_sorted;
     args.y_dtype = shape->y_dtype;
-    args.fp8_activations = 1;
+    args.fp8_activations = !shape->x_quant;
     if (epmoe_grouped_gemm_workspace_size(&args, &args.workspace_bytes) != EPMOE_OK)
         check_fail(c, "%s", epmoe_last_error());
     memcpy(c->args, &args, sizeof args);
 
     int64_t experts = shape->experts, n = shape->n, k = shape->k;
-    int64_t scales = experts * check_fp8_scales(shape->group, n, k, gated && shape->layout == EPMOE_LAYOUT_PACKED);
+    int64_t scales = experts * check_fp8_scales(shape->group, shape->group_rows, n, k,
+                                                gated && shape->layout == EPMOE_LAYOUT_PACKED);
     CHECK_ADD(c, epmoe_grouped_gemm_args_t, expert_offsets, CHECK_IN, EPMOE_I32, 1, experts + 1, 1);
     if (shape->indexed) {
         int32_t *index = CHECK_ADD(c, epmoe_grouped_gemm_args_t, row_index, CHECK_IN, EPMOE_I32, 1, max_rows, 1);
         for (int32_t i = 0; i < max_rows; i++) index[i] = slots + i;
     }
     int64_t x_rows = shape->x_sorted ? max_rows : shape->tokens, y_rows = shape->y_sorted ? max_rows : slots;
-    void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, shape->dtype, x_rows, k, 16);
+    void *x = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x, CHECK_IN, args.x_dtype, x_rows, k, 16);
     void *w = CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.data, CHECK_IN, EPMOE_F8_E4M3, experts * n, k, 16);
     void *w_scales =
         CHECK_ADD(c, epmoe_grouped_gemm_args_t, weight.scales, CHECK_IN, shape->scales_dtype, 1, scales, 16);
-    check_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
+    if (shape->x_quant) {
+        const int64_t blocks = shape->x_quant == EPMOE_GRANULARITY_BLOCK128 ? (k + 127) / 128 : 1;
+        const int64_t scaled = shape->x_quant == EPMOE_GRANULARITY_TENSOR ? 1 : x_rows * blocks;
+        float *scale = CHECK_ADD(c, epmoe_grouped_gemm_args_t, x_scale, CHECK_IN, EPMOE_F32, 1, scaled, 4);
+        check_fp8_weight(rng, x, x_rows * k, scale, EPMOE_F32, scaled, 1);
+    } else
+        check_fill_normal(rng, x, shape->dtype, x_rows * k, 1.0f);
     check_fp8_weight(rng, w, experts * n * k, w_scales, shape->scales_dtype, scales, shape->k);
     if (shape->bias) {
         void *bias = CHECK_ADD(c, epmoe_grouped_gemm_args_t, bias, CHECK_IN, EPMOE_F32, experts, n, 1);
@@ -323,18 +344,19 @@ static void check_many_rows(testing_rng_t *rng)
 static void check_epilogues(testing_rng_t *rng)
 {
     const int32_t ns[] = {16, 48, 112, 144, 272, 304, 784}, ks[] = {16, 48, 112, 128, 272, 1040};
-    const int32_t groups[] = {0, 256, -1};
+    const int32_t groups[] = {0, 256, -1, -1, -1, -1}, group_rows[] = {0, 0, 0, 1, 3, 128};
     check_begin(op.name, "epilogues, layouts, groups, ragged blocks");
-    for (int32_t i = 0; i < 6 * 3 * 3 * 4 * 3; i += check_step(13)) {
+    for (int32_t i = 0; i < 6 * 3 * 6 * 4 * 3; i += check_small ? 13 : 5) {
         const bool tall = testing_range(rng, 0, 3) == 0;
         shape_t shape = {.tokens = testing_range(rng, 1, tall ? 300 : 70),
                          .top_k = testing_range(rng, 1, 3),
                          .experts = testing_range(rng, 1, 9),
                          .activation = (epmoe_activation_t)(i % 6),
                          .layout = (epmoe_layout_t)(i / 6 % 3),
-                         .group = groups[i / 18 % 3],
-                         .scales_dtype = scales_dtypes[i / 54 % 4],
-                         .y_dtype = y_dtypes[i / 216],
+                         .group = groups[i / 18 % 6],
+                         .group_rows = group_rows[i / 18 % 6],
+                         .scales_dtype = scales_dtypes[i / 108 % 4],
+                         .y_dtype = y_dtypes[i / 432],
                          .n = ns[testing_range(rng, 0, 6)],
                          .k = ks[testing_range(rng, 0, tall ? 4 : 5)],
                          .bias = testing_range(rng, 0, 1),
@@ -345,7 +367,8 @@ static void check_epilogues(testing_rng_t *rng)
                          .x_sorted = testing_range(rng, 0, 2) == 0,
                          .y_sorted = testing_range(rng, 0, 2) == 0,
                          .route = (route_t)testing_range(rng, 0, ROUTE_COUNT - 1),
-                         .limit = testing_range(rng, 0, 1) ? 0.7f : 0.0f};
+                         .limit = testing_range(rng, 0, 1) ? 0.7f : 0.0f,
+                         .x_quant = (epmoe_granularity_t)(testing_range(rng, 0, 1) * testing_range(rng, 1, 3))};
         bool gated = shape.activation < EPMOE_ACTIVATION_NONE;
         if (!gated) shape.n -= testing_range(rng, 0, 9); /* rows of y of any alignment */
         if (gated && shape.layout == EPMOE_LAYOUT_GATE_FIRST && shape.group != -1)
@@ -522,8 +545,8 @@ static void refill(check_case_t *c, int32_t round, void *ctx)
 static void check_calls(testing_rng_t *rng)
 {
     check_begin(op.name, "graphs, alignment, refusals");
-    for (int32_t i = 0; i < 3; i++) {
-        shape_t shape = {.tokens = 33 + 200 * i,
+    for (int32_t i = 0; i < 4; i++) {
+        shape_t shape = {.tokens = 33 + 200 * (i % 3),
                          .top_k = 3,
                          .experts = 8,
                          .n = 256,
@@ -536,13 +559,15 @@ static void check_calls(testing_rng_t *rng)
                          .bias = true,
                          .row_weights = true,
                          .indexed = true};
+        if (i == 3) shape.x_quant = EPMOE_GRANULARITY_TOKEN;
         check_case_t c;
         make(&c, rng, &shape);
         refill_t how = {rng, &shape};
-        check_graph(&c, refill, &how);
+        if (!shape.x_quant) check_graph(&c, refill, &how);
         check_misaligned(&c);
         epmoe_grouped_gemm_args_t *args = (epmoe_grouped_gemm_args_t *)c.args, good = *args;
         for (int32_t wrong = 0; wrong < 5; wrong++) {
+            if (wrong == 1 && shape.x_quant) continue; /* x_scale is then one too many */
             if (wrong == 0) args->k = 136;
             if (wrong == 1) args->x_dtype = EPMOE_F32;
             if (wrong == 2) args->weight.group_size = 64;
