@@ -128,7 +128,7 @@ epmoe_status_t epmoei_linear_layout(void *base, const epmoe_linear_args_t *args,
     *space = (epmoei_linear_space_t){0};
     if (epmoei_linear_makes_codes(args)) {
         space->codes = epmoei_carve(&arena, (int64_t)args->num_tokens * args->k);
-        space->x_scale = epmoei_carve(&arena, epmoei_linear_x_scales(args) * 4);
+        space->x_scale = epmoei_carve(&arena, epmoei_linear_x_scales(args) * 4 + 16); /* see epmoei_fp8_rows_t */
     }
     epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, backend, space);
     EPMOEI_CHECK(epmoe_grouped_gemm_workspace_size(&gemm, &space->inner_bytes));

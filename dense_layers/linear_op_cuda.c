@@ -6,6 +6,8 @@
 #include "base/dtype.h"
 #include "dense_layers/dense_check.h"
 #include "dense_layers/linear_cublas.h"
+#include "kernels/grouped_gemm.h"
+#include "kernels/grouped_gemm_fp8.h"
 
 static epmoei_linear_run_t make_run(const epmoe_linear_args_t *args, const epmoei_linear_space_t *space,
                                     epmoe_stream_t stream)
@@ -21,6 +23,20 @@ static epmoei_linear_t make_linear(const epmoe_linear_args_t *args)
 {
     return (epmoei_linear_t){
         .n = args->n, .k = args->k, .heads = 1, .format = args->weight.format, .weight = args->weight.data};
+}
+
+/* Codes with a scale per token that were made here: what the product reads, as they are. */
+static epmoe_status_t multiply_made(const epmoe_grouped_gemm_args_t *gemm, const epmoei_linear_space_t *space,
+                                    epmoe_stream_t stream)
+{
+    const epmoei_kernel_table_t *kernels;
+    const epmoei_fp8_rows_t rows = {.codes = space->codes, .scales = space->x_scale, .stride = 0};
+    epmoe_grouped_gemm_args_t checked;
+    EPMOEI_CHECK(epmoei_kernels(EPMOE_BACKEND_CUDA, &kernels));
+    EPMOEI_CHECK(epmoei_grouped_gemm_check(gemm, &checked));
+    if (!kernels->grouped_gemm_fp8_rows || !epmoei_grouped_gemm_fp8_takes_sm90(&checked))
+        return epmoe_grouped_gemm(gemm, stream); /* which says why not */
+    return kernels->grouped_gemm_fp8_rows(&checked, &rows, NULL, stream);
 }
 
 epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_t stream)
@@ -44,6 +60,7 @@ epmoe_status_t epmoei_linear_sm80(const epmoe_linear_args_t *args, epmoe_stream_
         if (done) return EPMOE_OK;
     }
     epmoe_grouped_gemm_args_t gemm = epmoei_linear_gemm_args(args, EPMOE_BACKEND_CUDA, &space);
+    if (space.codes && args->x_quant == EPMOE_GRANULARITY_TOKEN) return multiply_made(&gemm, &space, stream);
     return epmoe_grouped_gemm(&gemm, stream);
 }
 

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(256) gather_coded_kernel(const gather_t g)
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
     epmoei_begin_dependent();
     if (unit >= g.k / kUnit) return;
-    const bool has_scale = unit % kGroup == 0;
+    const bool has_scale = g.steps.block ? unit % kGroup == 0 : unit == 0;
     const int64_t begin = g.expert_offsets ? g.expert_offsets[0] : 0;
     const int64_t end =
         g.expert_offsets ? g.expert_offsets[g.num_experts] : epmoei_device_tokens(g.num_rows_dev, g.max_rows);
@@ -122,11 +122,12 @@ extern "C" epmoe_status_t epmoei_sort_codes_sm90(const epmoe_grouped_gemm_args_t
     g.scales = args->x_scale;
     g.codes_stride = args->k;
     g.steps = epmoei_scale_steps(args->x_quant, args->k);
+    if (g.steps.block == 0) g.to.stride = to->stride = 0;
     if (!args->x_sorted && (args->row_index || args->x_row_divisor != 1)) return launch(g, stream);
     /* Every row is where it has to be. */
     to->codes = (uint8_t *)const_cast<void *>(args->x);
     const int32_t rows = args->x_sorted ? args->max_rows : min(args->max_rows, args->num_slots);
-    const int64_t total = rows * epmoei_coded_blocks(args->k);
+    const int64_t total = rows * (g.steps.block ? epmoei_coded_blocks(args->k) : 1);
     const unsigned blocks = (unsigned)epmoei_min64(epmoei_ceil_div(total, 256), 1 << 16);
     return epmoei_cuda_status(
         (int32_t)epmoei_launch_dependent(spread_scales_kernel, dim3(blocks), dim3(256), 0, stream, g, rows, total),

@@ -25,7 +25,7 @@ extern "C" {
  * one copy. */
 typedef struct epmoei_fp8_rows_t {
     uint8_t *codes; /* [rows,K] */
-    float *scales;  /* [ceil(K/128),stride] */
+    float *scales;  /* [ceil(K/128),stride], or with stride 0 [rows] for all columns; 16 bytes more may be read */
     int64_t stride; /* rows rounded up to 16 bytes of scales */
 } epmoei_fp8_rows_t;
 
@@ -59,7 +59,7 @@ epmoe_status_t epmoei_grouped_gemm_fp8_rows_sm90(const epmoe_grouped_gemm_args_t
 epmoe_status_t epmoei_quantize_rows_sm90(const epmoe_grouped_gemm_args_t *args, const epmoei_fp8_rows_t *to,
                                          epmoe_stream_t stream);
 /* The same of args->x that is codes; where they lie in the sorted order already, to->codes becomes args->x, which is
- * only read. */
+ * only read. Scales of rows and of everything are one for all columns. */
 epmoe_status_t epmoei_sort_codes_sm90(const epmoe_grouped_gemm_args_t *args, epmoei_fp8_rows_t *to,
                                       epmoe_stream_t stream);
 /* The same of rows `from`, in place of args->x, that are quantised; row_index and expert_offsets are there. K is a

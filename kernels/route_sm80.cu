@@ -322,20 +322,16 @@ static __global__ void __launch_bounds__(kValues <= 8 ? kSingleThreads : kWideSi
     }
     extern __shared__ __align__(16) float teams[];
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    /* With many blocks one more goes through the code for all of them, which then find it in the L2 cache. */
-    const int32_t extra = p.rehearses && !p.single, blocks = gridDim.x - extra;
-    const bool prepares = extra && (int32_t)blockIdx.x == blocks;
-    const int32_t step = blocks * warps, first_row = blockIdx.x * warps + warp;
+    const int32_t step = gridDim.x * warps, first_row = blockIdx.x * warps + warp;
     uint32_t *bits = (uint32_t *)(teams + warps * team_floats); /* p.single: [E], then as many places */
     int32_t ids[1], tokens = 0;
     if (p.single)
         for (int32_t i = threadIdx.x; i < p.topk.num_experts; i += blockDim.x) bits[i] = 0;
     if (p.single) __syncthreads();
 #pragma unroll 1
-    for (int32_t pass = p.rehearses && (p.single || prepares) ? 0 : 1; pass < 2; pass++) {
+    for (int32_t pass = p.rehearses ? 0 : 1; pass < 2; pass++) {
         if (pass == 1) {
             epmoei_begin_dependent();
-            if (prepares) return;
             tokens = route_tokens(p);
         }
         int32_t row = first_row;
@@ -423,8 +419,8 @@ template <int kValues, bool kPlain> static epmoe_status_t launch_rows(route_para
     if (p.single) threads = epmoei_round_up(epmoei_max64(p.topk.num_tokens * 32, p.topk.num_experts), 32);
     int64_t blocks = epmoei_min64(epmoei_ceil_div(p.topk.num_tokens, threads / 32), kBlocksPerSm * device->num_sms);
     size_t shared_bytes = ((size_t)(threads / 32 * team_floats) + (p.single ? 2 * (size_t)p.topk.num_experts : 0)) * 4;
-    p.rehearses = device->arch == 90;
-    if (p.rehearses && !p.single) blocks++;
+    /* Many blocks would take the issue slots of the product that they wait for. */
+    p.rehearses = p.single && device->arch == 90;
     void (*kernel)(route_params_t, int32_t) = route_rows_kernel<kValues, kPlain>;
     EPMOEI_CHECK(epmoei_allow_shared(kernel, shared_bytes, "the choice of experts"));
     cudaError_t error =

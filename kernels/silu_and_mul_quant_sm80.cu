@@ -7,12 +7,12 @@ namespace
 {
 
 constexpr int kRun = EPMOEI_SILU_RUN;
-constexpr int kGroup = 128;           /* columns of a BLOCK128 scale */
-constexpr int kLanes = kGroup / kRun; /* threads of one */
+constexpr int kGroup = 128;             /* columns of a BLOCK128 scale */
+constexpr int kShare = 16;              /* of a thread */
+constexpr int kLanes = kGroup / kShare; /* threads of a group */
 constexpr int kThreads = 256;
 constexpr int kHeld =
     4; /* runs of a thread that keeps its share of a row: up to 8192 columns; the rest is made twice */
-constexpr uint32_t kAll = 0xFFFFFFFFu;
 
 /* Rounded to T: what the op without quant would have stored. */
 template <typename T, int kCount>
@@ -42,69 +42,115 @@ __device__ __forceinline__ void store_codes(const epmoe_silu_and_mul_args_t &arg
 
 /* ------------------------------------------------------------------------------------------------------- kernels */
 
-/* What a thread has to read for kCount outputs. */
-template <typename T, int kCount> struct inputs_t {
-    float gate[kCount];
-    float up[kCount];
+/* Gates or ups of kCount outputs as they are stored: whole 16 bytes, or one. */
+template <typename T, int kCount> struct stored_t {
+    uint4 parts[kCount / epmoei_part_size<T>];
+    __device__ __forceinline__ void clear()
+    {
+#pragma unroll
+        for (int p = 0; p < kCount / epmoei_part_size<T>; p++) parts[p] = make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void load(const T *x)
+    {
+#pragma unroll
+        for (int p = 0; p < kCount / epmoei_part_size<T>; p++) parts[p] = ((const uint4 *)x)[p];
+    }
+    __device__ __forceinline__ void widen(float (&to)[kCount]) const
+    {
+#pragma unroll
+        for (int p = 0; p < kCount / epmoei_part_size<T>; p++) {
+            float part[epmoei_part_size<T>];
+            epmoei_unpack_part<T>(part, parts[p]);
+#pragma unroll
+            for (int i = 0; i < epmoei_part_size<T>; i++) to[p * epmoei_part_size<T> + i] = part[i];
+        }
+    }
+};
+template <typename T> struct stored_t<T, 1> {
+    T element;
+    __device__ __forceinline__ void clear() { element = epmoei_from_float<T>(0.0f); }
+    __device__ __forceinline__ void load(const T *x) { element = *x; }
+    __device__ __forceinline__ void widen(float (&to)[1]) const { to[0] = epmoei_to_float(element); }
 };
 
-/* kLanes threads a group of 128 columns; with a static scale nobody has to agree on one. A thread reads its share of
- * the next group before it makes codes of this one. */
+/* A group of a row, and the step to the thread's next one. */
+struct group_walk_t {
+    int64_t row;
+    int32_t group;
+    int32_t groups;
+    int64_t row_step;
+    int32_t group_step;
+    __device__ __forceinline__ group_walk_t(int64_t first, int64_t step, int32_t all)
+        : row(first / all), group((int32_t)(first % all)), groups(all), row_step(step / all),
+          group_step((int32_t)(step % all))
+    {
+    }
+    __device__ __forceinline__ void advance()
+    {
+        row += row_step;
+        group += group_step;
+        if (group >= groups) group -= groups, row++;
+    }
+};
+
+/* kLanes threads a group of 128 columns; with a static scale nobody has to agree on one. What a thread needs of the
+ * next group is on its way while it makes codes of this one. */
 template <typename T, int kCount, bool kFixed>
 __global__ void __launch_bounds__(kThreads) silu_groups_kernel(const epmoe_silu_and_mul_args_t args)
 {
-    constexpr int kRounds = kRun / kCount;
+    constexpr int kRounds = kShare / kCount;
     const int32_t lane = threadIdx.x % kLanes;
-    const int64_t groups = (args.width + kGroup - 1) / kGroup, all = groups * args.num_tokens;
-    const int64_t step = (int64_t)gridDim.x * (kThreads / kLanes), rounds = (all + step - 1) / step;
-    const bool narrow = (rounds + 1) * step <= UINT32_MAX; /* a division of 64 bits takes as long as the rest */
+    const int32_t groups = (args.width + kGroup - 1) / kGroup;
+    const int64_t step = (int64_t)gridDim.x * (kThreads / kLanes);
+    group_walk_t at((int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes, step, groups);
     epmoei_begin_dependent();
     epmoei_divisor_t divisor = epmoei_divisor(kFixed ? *args.static_scale : 1.0f);
-    inputs_t<T, kCount> in[kRounds];
-    int64_t row = 0, first = 0;
-    const auto find = [&](int64_t at) {
-        row = narrow ? (uint32_t)at / (uint32_t)groups : at / groups;
-        first = (at - row * groups) * kGroup + lane * kCount;
-    };
-    const auto load = [&](int64_t at) {
-        find(at);
+    stored_t<T, kCount> gates[kRounds], ups[kRounds];
+    const auto load = [&]() {
+        const T *x = (const T *)args.x + at.row * args.x_stride;
 #pragma unroll
         for (int r = 0; r < kRounds; r++) {
-            const int64_t col = first + r * kLanes * kCount;
-#pragma unroll
-            for (int i = 0; i < kCount; i++) in[r].gate[i] = in[r].up[i] = 0.0f;
-            if (at >= all || col >= args.width) continue;
-            const T *x = (const T *)args.x + row * args.x_stride + col;
-            epmoei_load_run(in[r].gate, x);
-            epmoei_load_run(in[r].up, x + args.width);
+            const int32_t col = at.group * kGroup + (r * kLanes + lane) * kCount;
+            if (at.row < args.num_tokens && col < args.width) {
+                gates[r].load(x + col);
+                ups[r].load(x + args.width + col);
+            } else {
+                gates[r].clear();
+                ups[r].clear();
+            }
         }
     };
-    int64_t at = (int64_t)blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
-    load(at);
-    /* Both halves of a warp take part in the shuffles of either. */
-    for (int64_t round = 0; round < rounds; round++, at += step) {
-        const int64_t y_row = row, y_first = first;
+    load();
+    /* The threads of a group take part in its shuffles, and no others. */
+    const uint32_t lanes = ((1u << kLanes) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+    while (at.row < args.num_tokens) {
+        const int64_t row = at.row;
+        const int32_t group = at.group;
         float y[kRounds][kCount], amax = 0.0f;
 #pragma unroll
         for (int r = 0; r < kRounds; r++) {
-            epmoei_activate_pairs<T>(in[r].gate, in[r].up, args);
+            float up[kCount];
+            gates[r].widen(y[r]);
+            ups[r].widen(up);
+            epmoei_activate_pairs<T>(y[r], up, args);
 #pragma unroll
-            for (int i = 0; i < kCount; i++) y[r][i] = epmoei_to_float(epmoei_from_float<T>(in[r].gate[i]));
+            for (int i = 0; i < kCount; i++) y[r][i] = epmoei_to_float(epmoei_from_float<T>(y[r][i]));
             amax = fold_amax(amax, y[r]);
         }
-        if (round + 1 < rounds) load(at + step);
+        at.advance();
+        load();
         if (!kFixed) {
 #pragma unroll
-            for (int i = kLanes / 2; i > 0; i /= 2) amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, i));
+            for (int i = kLanes / 2; i > 0; i /= 2) amax = fmaxf(amax, __shfl_xor_sync(lanes, amax, i));
             const float scale = epmoei_scale_of_amax(amax);
-            if (at < all && lane == 0) args.scale[at] = scale;
+            if (lane == 0) args.scale[row * groups + group] = scale;
             divisor = epmoei_divisor(scale);
         }
-        if (at >= all) continue;
 #pragma unroll
-        for (int r = 0; r < kRounds; r++)
-            if (y_first + r * kLanes * kCount < args.width)
-                store_codes<!kFixed>(args, y_row, y_first + r * kLanes * kCount, y[r], divisor);
+        for (int r = 0; r < kRounds; r++) {
+            const int32_t col = group * kGroup + (r * kLanes + lane) * kCount;
+            if (col < args.width) store_codes<!kFixed>(args, row, col, y[r], divisor);
+        }
     }
 }
 
