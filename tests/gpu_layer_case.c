@@ -1,5 +1,7 @@
 #include "tests/gpu_layer_case.h"
 
+#include "moe/layer.h"
+
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -364,4 +366,49 @@ bool gpu_layer_check(epmoe_layer_t *layer, const oracle_model_t *model, const gp
         fprintf(stderr, "  T %d of %d, forced logits %d, residual %d, y is %s; %s\n", tokens, forward->num_tokens,
                 forward->forced_logits, has_residual, places[forward->y], gpu_config_text(c));
     return good;
+}
+
+/* ---------------------------------------------------------------------------------------------- against the CPU */
+
+epmoe_layer_t *gpu_layer_on_cpu(const epmoe_layer_config_t *config, epmoe_comm_t **comm)
+{
+    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
+    epmoe_layer_t *layer = NULL;
+    comm_config.backend = EPMOE_BACKEND_CPU;
+    if (epmoe_comm_create(NULL, &comm_config, comm) == EPMOE_OK &&
+        epmoe_layer_create(config, *comm, &layer) == EPMOE_OK)
+        return layer;
+    fprintf(stderr, "on the CPU: %s: %s\n", gpu_config_text(config), epmoe_last_error());
+    return NULL;
+}
+
+gpu_error_t gpu_layer_error(epmoe_layer_t *layer, epmoe_layer_t *on_cpu, testing_rng_t *rng, int32_t num_tokens)
+{
+    const epmoe_layer_config_t *c = &layer->config;
+    const int64_t n = (int64_t)num_tokens * c->hidden, slots = (int64_t)num_tokens * c->top_k;
+    gpu_error_t error = {INFINITY, INFINITY};
+    gpu_tokens_t tokens = gpu_tokens(rng, c, num_tokens);
+    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+    args.num_tokens = num_tokens;
+    args.x = tokens.x, args.y = tokens.y, args.residual = tokens.residual;
+    args.logits_out = tokens.logits_out, args.ids_out = tokens.ids_out;
+    const bool ran = run(layer, &args);
+    void *x = gpu_get_new(tokens.x, n * 2), *y = gpu_get_new(tokens.y, n * 2);
+    void *residual = gpu_get_new(tokens.residual, n * 2);
+    float *logits = gpu_get_new(tokens.logits_out, (int64_t)num_tokens * c->num_experts * 4);
+    int32_t *ids = gpu_get_new(tokens.ids_out, slots * 4), *cpu_ids = calloc((size_t)slots, sizeof *cpu_ids);
+    uint16_t *cpu_y = calloc((size_t)n, sizeof *cpu_y);
+    double *expected = calloc((size_t)n, sizeof *expected);
+    args.x = x, args.y = cpu_y, args.residual = residual, args.logits = logits;
+    args.logits_out = NULL, args.ids_out = cpu_ids;
+    if (ran && epmoe_layer_forward_args(on_cpu, &args, NULL) != EPMOE_OK)
+        fprintf(stderr, "forward on the CPU: %s\n", epmoe_last_error());
+    else if (ran && gpu_same("ids", ids, cpu_ids, slots, 4, c->top_k)) {
+        for (int64_t i = 0; i < n; i++) expected[i] = (double)epmoei_load(cpu_y, c->dtype, i);
+        error.row = testing_row_error(y, c->dtype, expected, num_tokens, c->hidden);
+        error.all = testing_rel_error(y, c->dtype, expected, n);
+    }
+    if (!gpu_tokens_free(&tokens)) error.row = error.all = INFINITY;
+    free(x), free(y), free(residual), free(logits), free(ids), free(cpu_y), free(cpu_ids), free(expected);
+    return error;
 }

@@ -1,5 +1,5 @@
 /* Layers on a device for tests: a model in formats that the device computes on, and one forward checked against double
- * precision. */
+ * precision, or against a layer on the CPU. */
 #ifndef EPMOE_GPU_LAYER_CASE_H
 #define EPMOE_GPU_LAYER_CASE_H
 
@@ -39,5 +39,15 @@ typedef struct gpu_forward_t {
  * first, bit by bit. False after saying on stderr what is wrong and where. */
 bool gpu_layer_check(epmoe_layer_t *layer, const oracle_model_t *model, const gpu_forward_t *forward,
                      testing_rng_t *rng);
+
+/* A layer on the CPU, without weights, and its communicator, to be destroyed after it. NULL after a line on stderr. */
+epmoe_layer_t *gpu_layer_on_cpu(const epmoe_layer_config_t *config, epmoe_comm_t **comm);
+/* How far y is from that of a layer on the CPU with the same weights, for random tokens with the device's routing. */
+typedef struct gpu_error_t {
+    double row; /* testing_row_error */
+    double all; /* testing_rel_error */
+} gpu_error_t;
+/* INFINITY after a line on stderr when a call failed or a token went to other experts. */
+gpu_error_t gpu_layer_error(epmoe_layer_t *layer, epmoe_layer_t *on_cpu, testing_rng_t *rng, int32_t num_tokens);
 
 #endif

@@ -401,18 +401,18 @@ static void expect_packed(const char *what, const epmoe_layer_t *layer, const vo
     free(got), free(plain);
 }
 
-static void check_random_weights(const epmoe_layer_config_t *config, uint64_t seed)
+/* tokens: of a forward that is compared too, or 0. */
+static void check_random_weights(const epmoe_layer_config_t *config, uint64_t seed, int32_t tokens)
 {
-    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
     epmoe_comm_t *comm = NULL;
-    epmoe_layer_t *layer = gpu_layer(config), *cpu = NULL;
-    comm_config.backend = EPMOE_BACKEND_CPU;
-    cr_assert_not_null(layer);
-    cr_assert_eq(epmoe_comm_create(NULL, &comm_config, &comm), EPMOE_OK, "%s", epmoe_last_error());
-    cr_assert_eq(epmoe_layer_create(config, comm, &cpu), EPMOE_OK, "%s", epmoe_last_error());
+    epmoe_layer_t *layer = gpu_layer(config), *cpu = gpu_layer_on_cpu(config, &comm);
+    cr_assert(layer && cpu);
     cr_assert_eq(epmoe_layer_set_random_weights(layer, seed), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_set_random_weights(cpu, seed), EPMOE_OK, "%s", epmoe_last_error());
     const epmoei_packed_weights_t *g = &layer->weights, *c = &cpu->weights;
+    const bool tiles = !strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90") && config->hidden % 64 == 0 &&
+                       config->intermediate % 64 == 0;
+    cr_expect(g->formats.gate_up_pack.tiles == tiles && g->formats.down_pack.tiles == tiles);
     int64_t n = config->num_experts, d = config->hidden, f = config->intermediate, fs = config->shared_intermediate;
     expect_packed("router", layer, g->router, c->router, 1, n, d * 2, false, false);
     expect_packed("router_bias", layer, g->router_bias, c->router_bias, 1, n, 4, false, false);
@@ -426,6 +426,12 @@ static void check_random_weights(const epmoe_layer_config_t *config, uint64_t se
     expect_packed("shared_down", layer, g->shared_down, c->shared_down, 1, d, fs * 2, false,
                   g->formats.shared_down_pack.tiles);
     expect_packed("shared_gate", layer, g->shared_gate, c->shared_gate, 1, 1, d * 2, false, false);
+    testing_rng_t rng = testing_rng(seed);
+    for (int i = 0; i < 2 && tokens; i++) {
+        const gpu_error_t error = gpu_layer_error(layer, cpu, &rng, i ? 1 : tokens);
+        cr_expect(error.row <= 1.6e-2 && error.all <= 6e-3, "%d tokens: y is off by %g, |y - cpu| / |cpu| is %g",
+                  i ? 1 : tokens, error.row, error.all);
+    }
     epmoe_layer_destroy(layer), epmoe_layer_destroy(cpu);
     epmoe_comm_destroy(comm);
 }
@@ -436,11 +442,21 @@ Test(gpu_weights, random_weights_are_the_cpus)
     testing_rng_t rng = testing_rng(testing_seed());
     for (int i = 0; i < 2; i++) {
         epmoe_layer_config_t config = full_config(i ? EPMOE_F16 : EPMOE_BF16);
-        check_random_weights(&config, testing_next(&rng));
+        check_random_weights(&config, testing_next(&rng), 0);
         /* More elements in a matrix than one sweep of the kernel's grid. */
         config.hidden = 1032, config.intermediate = 1048, config.num_experts = 3;
-        check_random_weights(&config, testing_next(&rng));
+        check_random_weights(&config, testing_next(&rng), 0);
     }
+}
+
+/* Of gate and up and of down an expert is more than the 64 MiB by way of which weights become tiles, and is brought
+ * there in parts; down's last block has half the rows of the others. */
+Test(gpu_weights, experts_in_several_parts)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    epmoe_layer_config_t config = full_config(EPMOE_BF16);
+    config.hidden = 7232, config.intermediate = 5184, config.num_experts = config.top_k = 2;
+    check_random_weights(&config, testing_seed(), kTokens);
 }
 
 /* ----------------------------------------------------------------------------------------------------- checkpoints */
