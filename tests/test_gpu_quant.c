@@ -2,6 +2,7 @@
  * weights, in graphs; what is not computed as it is stored, and what is refused. */
 #include "kernels/quant_formats.h"
 #include "moe/layer.h"
+#include "tests/e4m3_oracle.h"
 #include "tests/gpu_layer_case.h"
 #include "tests/quant_case.h"
 #include "tests/testing_tool.h"
@@ -100,11 +101,8 @@ Test(gpu_quant, golden_checkpoints_by_transport)
 
 static epmoe_layer_t *cpu_layer(const epmoe_layer_config_t *config, epmoe_comm_t **comm)
 {
-    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
-    epmoe_layer_t *layer = NULL;
-    comm_config.backend = EPMOE_BACKEND_CPU;
-    cr_assert_eq(epmoe_comm_create(NULL, &comm_config, comm), EPMOE_OK, "%s", epmoe_last_error());
-    cr_assert_eq(epmoe_layer_create(config, *comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
+    epmoe_layer_t *layer = gpu_layer_on_cpu(config, comm);
+    cr_assert_not_null(layer);
     return layer;
 }
 
@@ -113,49 +111,24 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
                     const char *what)
 {
     const epmoe_layer_config_t *config = &layer->config;
-    int64_t n = (int64_t)num_tokens * config->hidden, slots = (int64_t)num_tokens * config->top_k;
-    int64_t num_logits = (int64_t)num_tokens * config->num_experts;
-    gpu_tokens_t tokens = gpu_tokens(rng, config, num_tokens);
-    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
-    args.num_tokens = num_tokens;
-    args.x = tokens.x, args.y = tokens.y, args.residual = tokens.residual;
-    args.logits_out = tokens.logits_out, args.ids_out = tokens.ids_out;
-    cr_assert_eq(epmoe_layer_forward_args(layer, &args, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
-    cr_assert(gpu_wait());
-    void *x = gpu_get_new(tokens.x, n * 2), *y = gpu_get_new(tokens.y, n * 2);
-    void *residual = gpu_get_new(tokens.residual, n * 2);
-    float *logits = gpu_get_new(tokens.logits_out, num_logits * 4);
-    int32_t *ids = gpu_get_new(tokens.ids_out, slots * 4);
-
-    uint16_t *cpu_y = calloc((size_t)n, sizeof *cpu_y);
-    int32_t *cpu_ids = calloc((size_t)slots, sizeof *cpu_ids);
-    args.x = x, args.y = cpu_y, args.residual = residual, args.logits = logits;
-    args.logits_out = NULL, args.ids_out = cpu_ids;
-    cr_assert_eq(epmoe_layer_forward_args(reference, &args, NULL), EPMOE_OK, "%s: %s", what, epmoe_last_error());
-    cr_expect(gpu_same("ids", ids, cpu_ids, slots, 4, config->top_k), "%s", what);
-    double *expected = calloc((size_t)n, sizeof *expected);
-    for (int64_t i = 0; i < n; i++) expected[i] = (double)epmoei_load(cpu_y, config->dtype, i);
+    const gpu_error_t error = gpu_layer_error(layer, reference, rng, num_tokens);
     bool bf16 = config->dtype == EPMOE_BF16;
     /* Weights widened to bf16 are rounded, and the wgmma kernel rounds code times scale to bf16. */
     epmoe_format_t format = layer->weights.formats.gate_up;
     bool rounded = bf16 && (format == EPMOE_FORMAT_W4 || format == EPMOE_FORMAT_BF16);
-    double error = testing_row_error(y, config->dtype, expected, num_tokens, config->hidden);
     /* An output may be four times its row's rms and rounded the other way, by 2^-8 to 2^-7 of it in bf16, 2^-11 to
      * 2^-10 in fp16. A code of a quantised h falls the other way where h lies between two: a step of up to an eighth of
      * it, which a single value feels, and a token or two, and many tokens together hardly (test_experts_fp8). */
     bool fp8 = config->fp8_activations == 1;
-    cr_expect(error <= (fp8       ? 6e-2
-                        : rounded ? 3e-2
-                        : bf16    ? 1.6e-2
-                                  : 4e-3),
-              "%s, %d tokens: y is off by %g", what, num_tokens, error);
-    error = testing_rel_error(y, config->dtype, expected, n);
-    cr_expect(error <= (fp8    ? (num_tokens < 16 ? 2e-2 : 1e-2)
-                        : bf16 ? 6e-3
-                               : 1e-3),
-              "%s, %d tokens: |y - cpu| / |cpu| is %g", what, num_tokens, error);
-    cr_expect(gpu_tokens_free(&tokens));
-    free(x), free(y), free(residual), free(logits), free(ids), free(cpu_y), free(cpu_ids), free(expected);
+    cr_expect(error.row <= (fp8       ? 6e-2
+                            : rounded ? 3e-2
+                            : bf16    ? 1.6e-2
+                                      : 4e-3),
+              "%s, %d tokens: y is off by %g", what, num_tokens, error.row);
+    cr_expect(error.all <= (fp8    ? (num_tokens < 16 ? 2e-2 : 1e-2)
+                            : bf16 ? 6e-3
+                                   : 1e-3),
+              "%s, %d tokens: |y - cpu| / |cpu| is %g", what, num_tokens, error.all);
 }
 
 static void check_random(const char *preset, epmoe_format_t format, int32_t fp8_activations)
@@ -223,7 +196,7 @@ static epmoe_layer_config_t small_config(epmoe_dtype_t dtype)
 /* A layer's weights in one format; router random. */
 typedef struct arrays_t {
     quant_case_t gate_up, down, shared_gate_up, shared_down;
-    uint16_t router[kE * kD];
+    uint16_t *router;
     epmoe_layer_weights_t weights;
 } arrays_t;
 
@@ -237,25 +210,28 @@ static void tame(epmoe_weight_t *weight, int64_t experts, int64_t n, int64_t k)
     }
     epmoe_weight_t filled = *weight;
     cr_assert_eq(epmoei_quant_check_weight(&filled, "weight", k), EPMOE_OK, "%s", epmoe_last_error());
-    epmoei_quant_sizes_t sizes = epmoei_quant_sizes(weight->format, n, k, filled.group_size, 0);
-    float factor = weight->format == EPMOE_FORMAT_FP8_BLOCK ? 0x1p-10f : 0x1p-6f;
+    epmoei_quant_sizes_t sizes = epmoei_quant_sizes_rows(weight->format, n, k, filled.group_size, filled.group_rows, 0);
+    float factor = weight->format != EPMOE_FORMAT_FP8_BLOCK ? 0x1p-6f : k < 1024 ? 0x1p-10f : 0x1p-13f;
     for (int64_t i = 0; i < experts * sizes.scales; i++)
         epmoei_store((void *)(uintptr_t)weight->scales, EPMOE_BF16, i,
                      factor * epmoei_load(weight->scales, EPMOE_BF16, i));
 }
 
-static arrays_t *make_arrays(testing_rng_t *rng, epmoe_format_t format, int32_t group, quant_index_t index)
+/* group_rows: FP8_BLOCK's. */
+static arrays_t *make_arrays_of(testing_rng_t *rng, epmoe_format_t format, int32_t d, int32_t f, int32_t group,
+                                int32_t group_rows, quant_index_t index)
 {
     arrays_t *a = calloc(1, sizeof *a);
     /* W4 orders gate and up rows apart; the other formats' halves are rows like any. */
-    int64_t half = format == EPMOE_FORMAT_W4 ? kF : 0;
-    a->gate_up = quant_case_make(rng, format, kE, 2 * kF, kD, group, index, half);
-    a->down = quant_case_make(rng, format, kE, kD, kF, group, index, 0);
-    a->shared_gate_up = quant_case_make(rng, format, 1, 2 * kF, kD, group, index, half);
-    a->shared_down = quant_case_make(rng, format, 1, kD, kF, group, index, 0);
-    testing_fill_normal(rng, a->router, EPMOE_BF16, kE * kD, 0.1f);
-    tame(&a->gate_up.weight, kE, 2 * kF, kD), tame(&a->down.weight, kE, kD, kF);
-    tame(&a->shared_gate_up.weight, 1, 2 * kF, kD), tame(&a->shared_down.weight, 1, kD, kF);
+    const int64_t half = format == EPMOE_FORMAT_W4 ? f : 0;
+    a->gate_up = quant_case_make_rows(rng, format, kE, 2 * f, d, group, group_rows, index, half);
+    a->down = quant_case_make_rows(rng, format, kE, d, f, group, group_rows, index, 0);
+    a->shared_gate_up = quant_case_make_rows(rng, format, 1, 2 * f, d, group, group_rows, index, half);
+    a->shared_down = quant_case_make_rows(rng, format, 1, d, f, group, group_rows, index, 0);
+    a->router = malloc(kE * (size_t)d * 2);
+    testing_fill_normal(rng, a->router, EPMOE_BF16, (int64_t)kE * d, 0.1f);
+    tame(&a->gate_up.weight, kE, 2 * f, d), tame(&a->down.weight, kE, d, f);
+    tame(&a->shared_gate_up.weight, 1, 2 * f, d), tame(&a->shared_down.weight, 1, d, f);
     a->weights = (epmoe_layer_weights_t)EPMOE_LAYER_WEIGHTS_INIT;
     a->weights.router = a->router, a->weights.router_dtype = EPMOE_BF16;
     a->weights.gate_up = a->gate_up.weight, a->weights.down = a->down.weight;
@@ -263,11 +239,16 @@ static arrays_t *make_arrays(testing_rng_t *rng, epmoe_format_t format, int32_t 
     return a;
 }
 
+static arrays_t *make_arrays(testing_rng_t *rng, epmoe_format_t format, int32_t group, quant_index_t index)
+{
+    return make_arrays_of(rng, format, kD, kF, group, 0, index);
+}
+
 static void free_arrays(arrays_t *a)
 {
     quant_case_free(&a->gate_up), quant_case_free(&a->down);
     quant_case_free(&a->shared_gate_up), quant_case_free(&a->shared_down);
-    free(a);
+    free(a->router), free(a);
 }
 
 static int32_t warnings;
@@ -332,6 +313,121 @@ Test(gpu_quant, arrays_of_every_format)
         epmoe_comm_destroy(comm);
         free_arrays(a);
     }
+}
+
+/* ------------------------------------------------------------------------------------------------- scales of rows */
+
+enum { kWide = 7168, kNarrow = 784, kRowModes = 3 };
+static const int32_t row_modes[kRowModes] = {-1, 1, 0}; /* fp8_activations: never, always, where it is faster */
+
+/* A scale for each row, as compressed-tensors' "channel" has them; codes of a normal distribution, for of any bits a
+ * few would be all of a sum. */
+static arrays_t *arrays_of_rows(testing_rng_t *rng)
+{
+    enum { kDrawn = 65521 };
+    static uint8_t drawn[kDrawn];
+    arrays_t *a = make_arrays_of(rng, EPMOE_FORMAT_FP8_BLOCK, kWide, kNarrow, -1, 1, QUANT_INDEX_NONE);
+    quant_case_t *const all[] = {&a->gate_up, &a->down, &a->shared_gate_up, &a->shared_down};
+    for (int i = 0; i < kDrawn; i++) drawn[i] = e4m3_nearest(64 * (double)testing_normal(rng));
+    for (int m = 0; m < 4; m++) {
+        const int64_t count = (int64_t)(m < 2 ? kE : 1) * (m % 2 ? 1 : 2) * kNarrow * kWide;
+        for (int64_t i = 0; i < count; i++) ((uint8_t *)all[m]->data)[i] = drawn[i % kDrawn];
+    }
+    return a;
+}
+
+static epmoe_layer_config_t config_of_rows(int32_t mode)
+{
+    epmoe_layer_config_t config = small_config(EPMOE_BF16);
+    config.hidden = kWide, config.intermediate = config.shared_intermediate = kNarrow;
+    config.fp8_activations = mode;
+    return config;
+}
+
+static epmoe_layer_t *layer_of_rows(const arrays_t *a, int32_t mode)
+{
+    const epmoe_layer_config_t config = config_of_rows(mode);
+    epmoe_layer_t *layer = gpu_layer(&config);
+    cr_assert_not_null(layer);
+    cr_assert_eq(epmoe_layer_set_weights(layer, &a->weights), EPMOE_OK, "%s", epmoe_last_error());
+    const epmoei_layer_formats_t *formats = &layer->weights.formats;
+    cr_assert(formats->gate_up == EPMOE_FORMAT_FP8_BLOCK && formats->down == EPMOE_FORMAT_FP8_BLOCK);
+    cr_assert(formats->gate_up_pack.row_group == 1 && formats->down_pack.row_group == 1);
+    return layer;
+}
+
+static bool is_sm90(void) { return !strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90"); }
+
+Test(gpu_quant, fp8_scales_of_rows)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const int32_t tokens[] = {1, 4, 17, kMostTokens};
+    testing_rng_t rng = testing_rng(testing_seed());
+    arrays_t *a = arrays_of_rows(&rng);
+    for (int m = 0; m < 2; m++) {
+        const epmoe_layer_config_t config = config_of_rows(row_modes[m]);
+        epmoe_comm_t *comm = NULL;
+        if (row_modes[m] == 1 && !is_sm90()) continue;
+        epmoe_layer_t *layer = layer_of_rows(a, row_modes[m]), *reference = cpu_layer(&config, &comm);
+        cr_assert_eq(epmoe_layer_set_weights(reference, &a->weights), EPMOE_OK, "%s", epmoe_last_error());
+        for (int t = 0; t < 4; t++)
+            compare(layer, reference, &rng, tokens[t], m ? "scales of rows, by fp8" : "scales of rows");
+        epmoe_layer_destroy(layer), epmoe_layer_destroy(reference);
+        epmoe_comm_destroy(comm);
+    }
+    free_arrays(a);
+}
+
+/* y of a routing that no value of x changes. */
+static uint16_t *forward_by_logits(epmoe_layer_t *layer, const gpu_tokens_t *tokens, int32_t num_tokens)
+{
+    const int64_t bytes = (int64_t)num_tokens * layer->config.hidden * 2;
+    epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
+    args.num_tokens = num_tokens, args.x = tokens->x, args.y = tokens->y, args.logits = tokens->logits;
+    gpu_poison(tokens->y, bytes);
+    cr_assert_eq(epmoe_layer_forward_args(layer, &args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert(gpu_wait());
+    return gpu_get_new(tokens->y, bytes);
+}
+
+/* A layer that chooses computes the bits of the one that never quantises or of the one that always does. A NaN is all
+ * of its token's row and changes no bit of another. */
+Test(gpu_quant, fp8_scales_of_rows_chosen_and_beside_nan)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const int32_t counts[] = {2, kMostTokens};
+    testing_rng_t rng = testing_rng(testing_seed());
+    arrays_t *a = arrays_of_rows(&rng);
+    epmoe_layer_t *layers[kRowModes] = {0};
+    for (int m = 0; m < kRowModes; m++)
+        if (row_modes[m] != 1 || is_sm90()) layers[m] = layer_of_rows(a, row_modes[m]);
+    for (int i = 0; i < 2; i++) {
+        const int64_t count = counts[i], n = count * kWide, loud = count - 1;
+        gpu_tokens_t tokens = gpu_tokens(&rng, &layers[0]->config, counts[i]);
+        uint16_t *y[kRowModes] = {0};
+        for (int m = 0; m < kRowModes; m++)
+            if (layers[m]) y[m] = forward_by_logits(layers[m], &tokens, counts[i]);
+        const bool quantises = epmoei_layer_quantises(layers[2], counts[i], false);
+        cr_expect_eq(quantises, is_sm90() && i == 1, "%d tokens", counts[i]);
+        cr_expect_eq(quantises, epmoei_layer_quantises(layers[2], counts[i], true), "%d tokens", counts[i]);
+        cr_expect(gpu_same("chosen", y[2], y[quantises], n, 2, kWide), "%d tokens", counts[i]);
+        if (y[1]) cr_expect(memcmp(y[0], y[1], (size_t)n * 2), "quantised x changes nothing");
+        const uint16_t nan = 0x7FC0;
+        gpu_put((char *)tokens.x + (loud * kWide + 77) * 2, &nan, 2);
+        for (int m = 0; m < kRowModes; m++) {
+            if (!layers[m]) continue;
+            uint16_t *beside = forward_by_logits(layers[m], &tokens, counts[i]);
+            cr_expect(gpu_same("beside a NaN", beside, y[m], n - kWide, 2, kWide), "%d tokens, fp8_activations %d",
+                      counts[i], row_modes[m]);
+            for (int64_t c = loud * kWide; c < n; c++)
+                cr_assert(isnan(epmoei_bf16_to_f32(beside[c])), "%d tokens, fp8_activations %d: column %d is %g",
+                          counts[i], row_modes[m], (int)(c % kWide), (double)epmoei_bf16_to_f32(beside[c]));
+            free(beside), free(y[m]);
+        }
+        cr_expect(gpu_tokens_free(&tokens));
+    }
+    for (int m = 0; m < kRowModes; m++) epmoe_layer_destroy(layers[m]);
+    free_arrays(a);
 }
 
 /* ----------------------------------------------------------------------------------------------------- promises */
