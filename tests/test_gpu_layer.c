@@ -173,17 +173,44 @@ Test(gpu_layer, dense_mlp)
     }
 }
 
-/* ---------------------------------------------------------------------------------------------- against the CPU */
-
-static epmoe_layer_t *cpu_layer(const epmoe_layer_config_t *config, epmoe_comm_t **comm)
+/* All tokens go to the same k experts, and what an expert that nobody draws has is NaN; k is 1, 2 or all there are.
+ * Sizes of weights in rows and in tiles. */
+Test(gpu_layer, all_tokens_to_the_same_experts)
 {
-    epmoe_comm_config_t comm_config = EPMOE_COMM_CONFIG_INIT;
-    epmoe_layer_t *layer = NULL;
-    comm_config.backend = EPMOE_BACKEND_CPU;
-    cr_assert_eq(epmoe_comm_create(NULL, &comm_config, comm), EPMOE_OK, "%s", epmoe_last_error());
-    cr_assert_eq(epmoe_layer_create(config, *comm, &layer), EPMOE_OK, "%s", epmoe_last_error());
-    return layer;
+    GPU_TEST_NEEDS_DEVICE();
+    enum { kExperts = 6 };
+    static const int32_t widths[][2] = {{72, 40}, {256, 192}}, ks[] = {1, 2, kExperts};
+    const gpu_forward_t forwards[] = {{.num_tokens = 1},
+                                      {.num_tokens = 9, .residual = true},
+                                      {.num_tokens = 33, .by_num_tokens_dev = true, .tokens = 0},
+                                      {.num_tokens = 257}};
+    for (int i = 0; i < 2 * 3 * 2; i++) {
+        testing_rng_t rng = testing_rng(testing_seed() + (uint64_t)i);
+        const int32_t d = widths[i % 2][0], f = widths[i % 2][1], k = ks[i / 2 % 3], first = i % (kExperts - k + 1);
+        epmoe_layer_config_t config = base_config(d, f, kExperts, k, 257);
+        config.dtype = types[i / 6];
+        config.has_selection_bias = 1;
+        oracle_model_t model = gpu_model(&rng, &config);
+        float *bias = (float *)(uintptr_t)model.weights.selection_bias;
+        uint16_t *gate_up = (uint16_t *)(uintptr_t)model.weights.gate_up.data;
+        uint16_t *down = (uint16_t *)(uintptr_t)model.weights.down.data;
+        for (int32_t e = 0; e < kExperts; e++) {
+            const bool drawn = e >= first && e < first + k;
+            bias[e] = drawn ? 10 : 0;
+            for (int64_t j = 0; j < 2 * (int64_t)f * d && !drawn; j++) gate_up[e * 2 * (int64_t)f * d + j] = 0x7FFF;
+            for (int64_t j = 0; j < (int64_t)d * f && !drawn; j++) down[e * (int64_t)d * f + j] = 0x7FFF;
+        }
+        epmoe_layer_t *layer = gpu_layer_with(&model);
+        cr_assert_not_null(layer);
+        for (int j = 0; j < 4; j++)
+            cr_expect(gpu_layer_check(layer, &model, &forwards[j], &rng), "forward %d: %s", j,
+                      gpu_config_text(&config));
+        epmoe_layer_destroy(layer);
+        oracle_model_free(&model);
+    }
 }
+
+/* ---------------------------------------------------------------------------------------------- against the CPU */
 
 /* The same random weights on both backends, sizes of a real model, the device's routing on both. */
 static void check_against_cpu(const char *preset, int32_t num_tokens)
@@ -194,8 +221,8 @@ static void check_against_cpu(const char *preset, int32_t num_tokens)
     config.dtype = EPMOE_BF16;
     testing_rng_t rng = testing_rng(testing_seed());
     epmoe_comm_t *comm = NULL;
-    epmoe_layer_t *layer = gpu_layer(&config), *reference = cpu_layer(&config, &comm);
-    cr_assert_not_null(layer);
+    epmoe_layer_t *layer = gpu_layer(&config), *reference = gpu_layer_on_cpu(&config, &comm);
+    cr_assert(layer && reference);
     cr_assert_eq(epmoe_layer_set_random_weights(layer, 7), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_set_random_weights(reference, 7), EPMOE_OK, "%s", epmoe_last_error());
 
@@ -412,7 +439,12 @@ Test(gpu_layer, no_tokens)
         cr_expect_eq(epmoe_layer_forward(layer, NULL, NULL, 0, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
         epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
         cr_expect_eq(epmoe_layer_forward_args(layer, &args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
-        cr_expect(gpu_wait());
+        gpu_tokens_t tokens = gpu_tokens(&rng, &config, 3);
+        args.x = tokens.x, args.y = tokens.y, args.ids_out = tokens.ids_out, args.logits_out = tokens.logits_out;
+        cr_expect_eq(epmoe_layer_forward_args(layer, &args, gpu_stream()), EPMOE_OK, "%s", epmoe_last_error());
+        cr_expect(gpu_wait() && gpu_is_poison(tokens.y, 0, 3 * (int64_t)config.hidden * 2));
+        if (!dense) cr_expect(gpu_is_poison(tokens.ids_out, 0, 3 * (int64_t)config.top_k * 4));
+        cr_expect(gpu_tokens_free(&tokens));
         epmoe_layer_destroy(layer);
         oracle_model_free(&model);
     }
