@@ -1,5 +1,5 @@
 /* Fused dense ops on a device against the ops in a row, bit for bit: RoPE with the cache write, SwiGLU with E4M3
- * output. The ops alone are tested against their references by checkcuda. */
+ * output, projections that quantise x. The ops alone are tested against their references by checkcuda. */
 #include "base/dtype.h"
 #include "dense_layers/self_attention_cuda.h"
 #include "tests/gpu_testing.h"
@@ -189,6 +189,76 @@ Test(gpu_dense_fused, silu_and_quantisation)
             for (int32_t i = 0; i < 9; i++)
                 check_silu(&rng, tokens[t], widths[w], dtypes[i % 3], (epmoe_granularity_t)(1 + i / 3),
                            testing_range(&rng, 0, 1));
+}
+
+/* ------------------------------------------------------------------------------------------ projections by E4M3 */
+
+static void multiply(epmoe_linear_args_t *args, const char *what)
+{
+    cr_assert_eq(epmoe_linear_workspace_size(args, &args->workspace_bytes), EPMOE_OK, "%s: %s", what,
+                 epmoe_last_error());
+    args->workspace = gpu_buffer(args->workspace_bytes, 0);
+    cr_assert_eq(epmoe_linear(args, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    cr_assert(gpu_wait() && gpu_guards_intact(args->workspace), "%s", what);
+    gpu_buffer_free(args->workspace);
+}
+
+static void check_projection(testing_rng_t *rng, int32_t tokens, int32_t n, int32_t k, epmoe_dtype_t dtype,
+                             epmoe_granularity_t quant)
+{
+    const bool blocks = quant == EPMOE_GRANULARITY_BLOCK128;
+    const int64_t x_count = (int64_t)tokens * k, w_count = (int64_t)n * k, y_bytes = (int64_t)tokens * n * 4;
+    const int64_t w_scales = blocks ? epmoei_ceil_div(n, 128) * epmoei_ceil_div(k, 128) : n;
+    const int64_t x_scales = quant == EPMOE_GRANULARITY_TENSOR ? 1 : tokens * (blocks ? epmoei_ceil_div(k, 128) : 1);
+    char what[96];
+    snprintf(what, sizeof what, "T %d N %d K %d %s, x_quant %d", tokens, n, k, epmoe_dtype_string(dtype), (int)quant);
+    uint16_t *x = malloc((size_t)x_count * 2);
+    uint8_t *w = malloc((size_t)w_count);
+    float *scales = malloc((size_t)w_scales * 4);
+    testing_fill_normal(rng, x, dtype, x_count, 1);
+    for (int64_t i = 0; i < w_count; i++) w[i] = (uint8_t)((testing_next(rng) & 0x87) | 0x30); /* 0.5 to 0.94 */
+    for (int64_t i = 0; i < w_scales; i++) scales[i] = testing_uniform(rng, 0.5f, 2);
+    epmoe_linear_args_t args = EPMOE_LINEAR_ARGS_INIT;
+    args.backend = EPMOE_BACKEND_CUDA, args.num_tokens = tokens, args.n = n, args.k = k;
+    args.x_dtype = dtype, args.y_dtype = EPMOE_F32, args.x_quant = quant;
+    args.weight.struct_size = sizeof args.weight, args.weight.format = EPMOE_FORMAT_FP8_BLOCK;
+    args.weight.scales_dtype = EPMOE_F32;
+    args.weight.group_size = blocks ? 128 : -1, args.weight.group_rows = blocks ? 128 : 1;
+    void *all[] = {gpu_copy_of(x, x_count * 2), gpu_copy_of(w, w_count),     gpu_copy_of(scales, w_scales * 4),
+                   gpu_buffer(x_count, 0),      gpu_buffer(x_scales * 4, 0), gpu_buffer(y_bytes, 0),
+                   gpu_buffer(y_bytes, 0)};
+    args.x = all[0], args.weight.data = all[1], args.weight.scales = all[2], args.y = all[5];
+    multiply(&args, what);
+    epmoe_quantize_fp8_args_t quantize = EPMOE_QUANTIZE_FP8_ARGS_INIT;
+    quantize.backend = EPMOE_BACKEND_CUDA, quantize.num_tokens = tokens, quantize.hidden = k, quantize.dtype = dtype;
+    quantize.granularity = quant, quantize.x = all[0], quantize.q = all[3], quantize.scale = all[4];
+    cr_assert_eq(epmoe_quantize_fp8(&quantize, gpu_stream()), EPMOE_OK, "%s: %s", what, epmoe_last_error());
+    epmoe_linear_args_t given = args;
+    given.x = all[3], given.x_dtype = EPMOE_F8_E4M3, given.x_scale = all[4], given.y = all[6];
+    multiply(&given, what);
+    expect_same(what, all[5], all[6], y_bytes);
+    if (quant == EPMOE_GRANULARITY_TENSOR) { /* a static scale that is the dynamic one */
+        given = args;
+        given.x_scale = all[4], given.y = all[6];
+        gpu_poison(all[6], y_bytes);
+        multiply(&given, what);
+        expect_same(what, all[6], all[5], y_bytes);
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) gpu_buffer_free(all[i]);
+    free(x), free(w), free(scales);
+}
+
+/* What epmoe_quantize_fp8 makes of x gives the bits that x itself does, whoever quantises. */
+Test(gpu_dense_fused, projection_and_quantisation)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) cr_skip_test("no kernel of this tier");
+    static const int32_t shapes[][3] = {{1, 144, 272}, {9, 1000, 1040}, {70, 256, 7168}, {300, 33, 528}};
+    testing_rng_t rng = testing_rng(testing_seed());
+    for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++)
+        for (int32_t i = 0; i < 6; i++)
+            check_projection(&rng, shapes[s][0], shapes[s][1], shapes[s][2], dtypes[i / 3],
+                             (epmoe_granularity_t)(EPMOE_GRANULARITY_TENSOR + i % 3));
 }
 
 /* --------------------------------------------------------------------------------------------- ops behind each other
