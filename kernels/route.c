@@ -24,10 +24,10 @@ int64_t epmoei_route_counts_bytes(int32_t num_experts)
 }
 
 /* A group's bits must fit shared memory, and its counts 16 bits. */
-bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t top_k)
+bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t slots)
 {
     int64_t group = (int64_t)1 << epmoei_route_groups(num_tokens, num_experts).shift;
-    return num_experts <= EPMOEI_ROUTE_ALIGN_EXPERTS && (int64_t)num_tokens * top_k <= INT32_MAX &&
+    return num_experts <= EPMOEI_ROUTE_ALIGN_EXPERTS && (int64_t)num_tokens * slots <= INT32_MAX &&
            group * num_experts <= kMaxGroupBits && group <= INT16_MAX;
 }
 
@@ -59,12 +59,16 @@ static epmoe_status_t check(const epmoei_route_args_t *args, epmoei_route_args_t
     if (out->topk.logits_dtype != EPMOE_F32 || out->topk.logits_stride != out->topk.num_experts)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "topk.logits are %s at stride %lld: expected dense fp32",
                            epmoe_dtype_string(out->topk.logits_dtype), (long long)out->topk.logits_stride);
+    if (out->joined_ids && out->topk.top_k >= EPMOE_MAX_TOP_K)
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "topk.top_k is %d with joined_ids: expected at most %d",
+                           out->topk.top_k, EPMOE_MAX_TOP_K - 1);
     if (num_tokens == 0) return EPMOE_OK;
     EPMOEI_CHECK(epmoei_check_pointer("x", out->x));
     EPMOEI_CHECK(epmoei_check_pointer("weight", out->weight));
     EPMOEI_CHECK(epmoei_check_pointer("topk.ids", out->topk.ids));
     EPMOEI_CHECK(epmoei_check_pointer("topk.weights", out->topk.weights));
     EPMOEI_CHECK(epmoei_check_pointer("workspace", out->workspace));
+    if (out->joined_ids) EPMOEI_CHECK(epmoei_check_pointer("joined_weights", out->joined_weights));
     if (out->sorted_ids) {
         EPMOEI_CHECK(epmoei_check_pointer("num_post_padded", out->num_post_padded));
         EPMOEI_CHECK(epmoei_check_pointer("expert_offsets", out->expert_offsets));

@@ -4,12 +4,16 @@
  * Contract of the kernel:
  *   logits      those of router_gemm.h, fp32; topk.logits, when given, takes their place for the choice
  *   ids         and weights: as epmoe_topk makes them of those logits
- *   align       as epmoe_align_block_size makes of ids with block_size 1 and no expert_map
- *   edges       any T, E 1..4096, k 1..min(E,32), d a multiple of 8; T = 0 is a no-op: nothing is written
+ *   joined      rows of k+1 slots, where they are wanted: ids and weights, and behind them expert E, which every token
+ *               takes, with weight 1
+ *   align       as epmoe_align_block_size makes of ids with block_size 1 and no expert_map; with joined slots, of these
+ *               and E+1 experts
+ *   edges       any T, E 1..4096, k 1..min(E,32), with joined slots 1..min(E,31), d a multiple of 8; T = 0 is a
+ *               no-op: nothing is written
  *   alignment   x, weight, bias, logits, topk.logits and topk.selection_bias 16 bytes, the rest 4
  *   aliasing    none
  *   padding     rows from *num_tokens_dev on are neither read nor written, nor places; sorted_ids from the actual T*k
- *               on T*k
+ *               on T*k (T*(k+1) with joined slots)
  *   NaN         as in topk.h
  */
 #ifndef EPMOEI_ROUTE_H
@@ -31,6 +35,8 @@ typedef struct epmoei_route_args_t {
     const float *bias;        /* [E] or NULL: added to the logits */
     float *logits;            /* out [T,E] or NULL: the router's own */
     epmoe_topk_args_t topk;   /* T, E, k, rules, ids, weights and num_tokens_dev; logits NULL or [T,E] f32 */
+    int32_t *joined_ids;      /* out [T,k+1] or NULL: with them there is one more slot and expert in what follows */
+    float *joined_weights;    /* out [T,k+1], with joined_ids */
     int32_t *sorted_ids;      /* out [T*k]; NULL = no align */
     int32_t *num_post_padded; /* out [1], with sorted_ids */
     int32_t *expert_offsets;  /* out [E+1], with sorted_ids */
@@ -41,8 +47,9 @@ typedef struct epmoei_route_args_t {
 
 enum { EPMOEI_ROUTE_ALIGN_EXPERTS = 512 };
 
-/* Whether a call of these sizes does the align too; otherwise it leaves those outputs alone. */
-bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t top_k);
+/* Whether a call of these sizes does the align too; otherwise it leaves those outputs alone. num_experts: those to
+ * choose from; slots: of a token. */
+bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t slots);
 /* Does not fall with num_tokens, so that the workspace of many tokens does for fewer. */
 int64_t epmoei_route_workspace(int32_t num_tokens, int32_t num_experts, int32_t hidden);
 /* Checks, then enqueues. NOT_SUPPORTED on a backend without it. */

@@ -28,8 +28,11 @@ static_assert(kSingleThreads <= 32 * 32, "one word of tokens");
 
 struct route_params_t {
     epmoe_topk_args_t topk; /* of these rows; logits: what replaces the router's, or NULL */
-    int32_t first_token;    /* of these rows among those that num_tokens_dev counts */
-    const float *partials;  /* [num_parts,T,row_stride] */
+    int32_t slots;          /* of a token: k, or k+1 with the shared expert's */
+    int32_t *joined_ids;    /* [T,k+1] or NULL */
+    float *joined_weights;
+    int32_t first_token;   /* of these rows among those that num_tokens_dev counts */
+    const float *partials; /* [num_parts,T,row_stride] */
     epmoei_router_parts_t parts;
     const float *bias;
     float *logits;
@@ -122,6 +125,26 @@ __device__ __forceinline__ void load_row(const route_params_t &p, int64_t row, b
     for (int i = 0; i < kValues; i++) stash[first + i] = logits[i];
 }
 
+/* The slots of a row as the experts take them, the shared expert's the last; a lane each. */
+__device__ __forceinline__ void join(const route_params_t &p, int64_t row, int32_t rank, int32_t id, float weight)
+{
+    p.joined_ids[row * p.slots + rank] = id;
+    p.joined_weights[row * p.slots + rank] = weight;
+}
+
+/* A warp's chosen ids and their logits to all outputs: lane is rank. */
+__device__ __forceinline__ void weigh_row(const route_params_t &p, int64_t row, bool valid, int32_t lane,
+                                          softmax_t softmax, const int32_t (&ids)[1], const float (&chosen)[1])
+{
+    const int32_t top_k = p.topk.top_k;
+    weigh<32>(p.topk, valid, lane, softmax, ids, chosen, [&](int32_t rank, int32_t id, float weight) {
+        p.topk.ids[row * top_k + rank] = id;
+        p.topk.weights[row * top_k + rank] = weight;
+        if (p.joined_ids) join(p, row, rank, id, weight);
+    });
+    if (p.joined_ids && valid && lane == top_k) join(p, row, lane, p.topk.num_experts, 1.0f);
+}
+
 /* A warp's row, or none: ids[0] is the expert of rank `lane`. stash: team_floats of shared memory. */
 template <int kValues>
 __device__ __forceinline__ void choose_row(const route_params_t &p, int64_t row, bool valid, int32_t lane, float *stash,
@@ -136,7 +159,7 @@ __device__ __forceinline__ void choose_row(const route_params_t &p, int64_t row,
     select_best<32>(keys, lane, p.topk.top_k, ids, best_keys);
     __syncwarp();
     float chosen[1] = {lane < p.topk.top_k ? stash[ids[0]] : -INFINITY};
-    weigh<32>(p.topk, row, valid, lane, softmax, ids, chosen);
+    weigh_row(p, row, valid, lane, softmax, ids, chosen);
     __syncwarp();
 }
 
@@ -159,8 +182,11 @@ __device__ __forceinline__ int32_t scan_block(int32_t own, int32_t *total)
     return __reduce_add_sync(kAll, lane < warp ? warp_sum : 0) + sum - own;
 }
 
+/* The shared expert comes behind all others and has every token once, so that its places need no counts. */
+__device__ __forceinline__ bool is_joined(const route_params_t &p) { return p.slots > p.topk.top_k; }
+
 /* Where the thread's expert begins among all slots, from its number of slots; one block leaves that as the outputs. */
-__device__ __forceinline__ int32_t begin_expert(const route_params_t &p, int32_t count)
+__device__ __forceinline__ int32_t begin_expert(const route_params_t &p, int32_t count, int32_t tokens)
 {
     const int32_t thread = threadIdx.x, experts = p.topk.num_experts;
     int32_t total, begin = scan_block(count, &total);
@@ -168,6 +194,7 @@ __device__ __forceinline__ int32_t begin_expert(const route_params_t &p, int32_t
     if (thread < experts) p.expert_offsets[thread] = begin;
     if (thread == 0) {
         p.expert_offsets[experts] = total;
+        if (is_joined(p)) p.expert_offsets[experts + 1] = total += tokens;
         *p.num_post_padded = total;
     }
     return begin;
@@ -182,8 +209,8 @@ __device__ __forceinline__ void place_slot(const route_params_t &p, int32_t slot
 /* The places of slots that do not exist; all blocks together. */
 __device__ __forceinline__ void pad_order(const route_params_t &p, int32_t tokens)
 {
-    const int32_t worst = p.topk.num_tokens * p.topk.top_k, threads = gridDim.x * blockDim.x;
-    for (int32_t at = tokens * p.topk.top_k + blockIdx.x * blockDim.x + threadIdx.x; at < worst; at += threads)
+    const int32_t worst = p.topk.num_tokens * p.slots, threads = gridDim.x * blockDim.x;
+    for (int32_t at = tokens * p.slots + blockIdx.x * blockDim.x + threadIdx.x; at < worst; at += threads)
         p.sorted_ids[at] = worst;
 }
 
@@ -192,11 +219,12 @@ __device__ __forceinline__ void order_single(const route_params_t &p, const uint
                                              int32_t tokens, int32_t token, int32_t expert)
 {
     const int32_t thread = threadIdx.x, experts = p.topk.num_experts, rank = thread % 32, top_k = p.topk.top_k;
-    int32_t begin = begin_expert(p, thread < experts ? __popc(bits[thread]) : 0);
+    int32_t begin = begin_expert(p, thread < experts ? __popc(bits[thread]) : 0, tokens);
     if (thread < experts) places[thread] = begin;
     __syncthreads();
     if (token < tokens && rank < top_k)
-        place_slot(p, token * top_k + rank, places[expert] + __popc(bits[expert] & ((1u << token) - 1)));
+        place_slot(p, token * p.slots + rank, places[expert] + __popc(bits[expert] & ((1u << token) - 1)));
+    if (token < tokens && rank == top_k && is_joined(p)) place_slot(p, token * p.slots + rank, tokens * top_k + token);
     pad_order(p, tokens);
 }
 
@@ -265,9 +293,9 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
     __syncthreads();
 
     const int32_t tokens = route_tokens(p), rows = 1 << p.groups.shift;
-    const int32_t first_slot = min(group * rows, tokens) * top_k,
-                  slots = min((group + 1) * rows, tokens) * top_k - first_slot;
-    const int32_t *ids = p.topk.ids + first_slot;
+    const int32_t first_token = min(group * rows, tokens), end_token = min((group + 1) * rows, tokens);
+    const int32_t slots = (end_token - first_token) * top_k, joined = is_joined(p);
+    const int32_t *ids = p.topk.ids + first_token * top_k;
     const int32_t own = thread < slots ? ids[thread] : 0; /* under way together with the counts */
     add_counts(p, shared, (tokens + rows - 1) / rows, group);
     for (int32_t slot = thread; slot < slots; slot += kPlaceThreads) {
@@ -283,7 +311,7 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
             total += shared.totals[lane * shared.columns * 8 + thread];
             before += shared.totals[(shared.lanes + lane) * shared.columns * 8 + thread];
         }
-    int32_t begin = begin_expert(p, total);
+    int32_t begin = begin_expert(p, total, tokens);
     if (thread < experts) shared.places[thread] = begin + before;
     __syncthreads();
 
@@ -292,8 +320,11 @@ static __global__ void __launch_bounds__(kPlaceThreads) route_place_kernel(const
         int32_t place = shared.places[expert];
         for (int32_t i = 0; i < word; i++) place += __popc(shared.bits[i * experts + expert]);
         place += __popc(shared.bits[word * experts + expert] & ((1u << token % 32) - 1));
-        place_slot(p, first_slot + slot, place);
+        place_slot(p, first_token * top_k + slot + (first_token + token) * joined, place);
     }
+    if (joined)
+        for (int32_t token = first_token + thread; token < end_token; token += kPlaceThreads)
+            place_slot(p, token * p.slots + top_k, tokens * top_k + token);
     pad_order(p, tokens);
 }
 
@@ -372,10 +403,11 @@ static __global__ void __launch_bounds__(32 * kMaxWarps) route_block_kernel(cons
     select_in_block(keys, p.topk.top_k, (uint32_t *)values, ids);
     if (thread >= 32) return;
     float chosen[1] = {thread < p.topk.top_k ? stash[ids[0]] : -INFINITY};
-    weigh<32>(p.topk, row, true, thread, softmax, ids, chosen);
+    weigh_row(p, row, true, thread, softmax, ids, chosen);
 }
 
-/* The weights of SPARSE_MIXER: a warp per row, which adds its parts again. */
+/* The weights of SPARSE_MIXER: a warp per row, which adds its parts again. The joined ones get the weights that their
+ * own thread has just written. */
 static __global__ void __launch_bounds__(kMixerThreads) route_mixer_kernel(const route_params_t p)
 {
     __shared__ mixer_terms_t terms[kMixerThreads / 32];
@@ -388,6 +420,9 @@ static __global__ void __launch_bounds__(kMixerThreads) route_mixer_kernel(const
         add_parts(p, row, e, 1, logit);
         return tame(logit[0]);
     });
+    const int32_t lane = threadIdx.x % 32;
+    if (p.joined_ids && lane < p.topk.top_k)
+        p.joined_weights[row * p.slots + lane] = p.topk.weights[row * p.topk.top_k + lane];
 }
 
 /* -------------------------------------------------------------------------------------------------------- launch */
@@ -481,6 +516,8 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
                     {"topk.ids", args->topk.ids, 4},
                     {"topk.weights", args->topk.weights, 4},
                     {"topk.num_tokens_dev", args->topk.num_tokens_dev, 4},
+                    {"joined_ids", args->joined_ids, 4},
+                    {"joined_weights", args->joined_weights, 4},
                     {"sorted_ids", args->sorted_ids, 4},
                     {"num_post_padded", args->num_post_padded, 4},
                     {"expert_offsets", args->expert_offsets, 4},
@@ -495,8 +532,11 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
     all.partials = (const float *)((const char *)args->workspace + epmoei_route_counts_bytes(num_experts));
     all.parts = epmoei_router_parts(args->hidden, num_experts);
     all.bias = args->bias;
+    all.slots = args->joined_ids ? top_k + 1 : top_k;
+    all.joined_ids = args->joined_ids;
+    all.joined_weights = args->joined_weights;
     all.groups = epmoei_route_groups(num_tokens, num_experts);
-    if (args->sorted_ids && epmoei_route_aligns(num_tokens, num_experts, top_k)) {
+    if (args->sorted_ids && epmoei_route_aligns(num_tokens, num_experts, all.slots)) {
         all.sorted_ids = args->sorted_ids;
         all.num_post_padded = args->num_post_padded;
         all.expert_offsets = args->expert_offsets;
@@ -510,6 +550,10 @@ extern "C" epmoe_status_t epmoei_route_sm80(const epmoei_route_args_t *args, epm
         if (p.topk.logits) p.topk.logits = (const float *)args->topk.logits + (int64_t)first * num_experts;
         p.topk.ids += (int64_t)first * top_k;
         p.topk.weights += (int64_t)first * top_k;
+        if (p.joined_ids) {
+            p.joined_ids += (int64_t)first * p.slots;
+            p.joined_weights += (int64_t)first * p.slots;
+        }
         p.first_token = first;
         if (args->logits) p.logits = args->logits + (int64_t)first * num_experts;
 

@@ -354,11 +354,11 @@ __device__ __forceinline__ void select_best(uint32_t (&keys)[kValues], int32_t l
     }
 }
 
-/* From the chosen ids and their logits (-inf where there is none) to the outputs; the sum runs by ascending rank, as on
- * the CPU. */
-template <int kLanes, int kSlots>
-__device__ __forceinline__ void weigh(const epmoe_topk_args_t &args, int64_t row, bool valid, int32_t lane,
-                                      softmax_t softmax, const int32_t (&ids)[kSlots], const float (&logits)[kSlots])
+/* From the chosen ids and their logits (-inf where there is none) to weights, which put(rank, id, weight) takes where
+ * the row is valid; the sum runs by ascending rank, as on the CPU. */
+template <int kLanes, int kSlots, typename Put>
+__device__ __forceinline__ void weigh(const epmoe_topk_args_t &args, bool valid, int32_t lane, softmax_t softmax,
+                                      const int32_t (&ids)[kSlots], const float (&logits)[kSlots], Put put)
 {
     int32_t top_k = args.top_k;
     bool over_chosen = args.scoring == EPMOE_SCORING_TOPK_SOFTMAX;
@@ -384,9 +384,19 @@ __device__ __forceinline__ void weigh(const epmoe_topk_args_t &args, int64_t row
         int32_t rank = s * kLanes + lane;
         if (!valid || rank >= top_k) continue;
         float share = !divide ? weights[s] : sum < FLT_MIN ? 0.0f : __fdiv_rn(weights[s], sum);
-        args.ids[row * top_k + rank] = ids[s];
-        args.weights[row * top_k + rank] = fmaxf(fminf(__fmul_rn(share, args.scale), FLT_MAX), -FLT_MAX);
+        put(rank, ids[s], fmaxf(fminf(__fmul_rn(share, args.scale), FLT_MAX), -FLT_MAX));
     }
+}
+
+/* The same to the outputs. */
+template <int kLanes, int kSlots>
+__device__ __forceinline__ void weigh(const epmoe_topk_args_t &args, int64_t row, bool valid, int32_t lane,
+                                      softmax_t softmax, const int32_t (&ids)[kSlots], const float (&logits)[kSlots])
+{
+    weigh<kLanes>(args, valid, lane, softmax, ids, logits, [&](int32_t rank, int32_t id, float weight) {
+        args.ids[row * args.top_k + rank] = id;
+        args.weights[row * args.top_k + rank] = weight;
+    });
 }
 
 /* A block per row: each warp selects its k best, then the first warp the k best of those, one per lane. A lower warp

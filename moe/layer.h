@@ -39,9 +39,11 @@ typedef struct epmoei_packed_weights_t {
     void *down;            /* [El,d,f] */
     float *gate_up_bias;   /* [El,2f] or NULL */
     float *down_bias;      /* [El,d] or NULL */
-    void *shared_gate_up;  /* [2fs,d] */
-    void *shared_down;     /* [d,fs] */
-    void *shared_gate;     /* [d] or NULL, of the router's dtype */
+    /* The shared expert is number El of one more slot: its matrices lie right behind the others, in the same arrays. */
+    bool joins_shared;
+    void *shared_gate_up; /* [2fs,d] */
+    void *shared_down;    /* [d,fs] */
+    void *shared_gate;    /* [d] or NULL, of the router's dtype */
     epmoei_pack_arrays_t gate_up_arrays;
     epmoei_pack_arrays_t down_arrays;
     epmoei_pack_arrays_t shared_gate_up_arrays;
@@ -68,6 +70,13 @@ typedef struct epmoei_matrix_sizes_t {
 epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
                                           const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols, bool halves);
 
+/* Whether the shared expert of weights that the layer owns runs as one more of the routed experts, which every token
+ * takes in slot k with weight 1, in their launches. So it does on CUDA with one rank where it is as wide as they are,
+ * has no gate and their formats, neither a placement nor a wire dtype nor biases make the routed ones differ from it,
+ * and k+1 slots and E+1 experts are what the kernels hold. Elsewhere it has launches of its own. */
+bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
+                               const epmoei_layer_formats_t *formats);
+
 /* The formats of a layer whose weights all are in config's weight_format. */
 epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config);
 
@@ -78,6 +87,8 @@ typedef struct epmoei_layer_workspace_t {
     float *weights;        /* [max_tokens,k] */
     int32_t *physical_ids; /* [max_tokens,k] with one rank and a placement: ids of physical experts */
     void *rounded;         /* [max_tokens,d] with one rank and FP8 on the wire: x as the experts get it */
+    int32_t *joined_ids;   /* [max_tokens,k+1] where the shared expert joins the others; then none of the next five */
+    float *joined_weights; /* [max_tokens,k+1] */
     float *shared;         /* [max_tokens,d]: the shared expert's output */
     void *shared_h;        /* [max_tokens,fs] of dtype */
     float *shared_gate;    /* [max_tokens]: sigmoids */

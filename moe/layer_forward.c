@@ -158,6 +158,10 @@ static epmoe_status_t route_cuda(forward_t *forward, const epmoei_experts_order_
     at_once.logits = args->logits_out || args->logits ? forward->logits : NULL;
     at_once.topk = topk_args(forward);
     at_once.topk.logits = args->logits;
+    if (layer->weights.joins_shared) {
+        at_once.joined_ids = layer->workspace.joined_ids;
+        at_once.joined_weights = layer->workspace.joined_weights;
+    }
     at_once.sorted_ids = order->sorted_ids;
     at_once.num_post_padded = order->num_post_padded;
     at_once.expert_offsets = order->expert_offsets;
@@ -235,7 +239,7 @@ static epmoe_status_t run_shared(forward_t *forward)
     const epmoei_packed_weights_t *weights = &layer->weights;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
     int32_t tokens = forward->args.num_tokens;
-    if (tokens == 0 || config->shared_intermediate == 0) return EPMOE_OK;
+    if (tokens == 0 || config->shared_intermediate == 0 || weights->joins_shared) return EPMOE_OK;
 
     if (config->shared_gated) {
         epmoe_grouped_gemm_args_t gate =
@@ -355,6 +359,15 @@ static epmoe_status_t place_ids(const forward_t *forward)
     return epmoei_place_ids(layer->backend, &place, forward->stream);
 }
 
+/* One more slot and expert, in the arrays of the others. */
+static void join_shared(const epmoe_layer_t *layer, epmoe_experts_args_t *experts)
+{
+    experts->top_k++;
+    experts->num_experts++;
+    experts->ids = layer->workspace.joined_ids;
+    experts->weights = layer->workspace.joined_weights;
+}
+
 /* One rank: the experts write y themselves. */
 static epmoe_status_t run_local(forward_t *forward)
 {
@@ -369,12 +382,15 @@ static epmoe_status_t run_local(forward_t *forward)
     const int32_t *ids = layer->placement ? workspace->physical_ids : forward->ids;
     epmoe_experts_args_t experts =
         experts_args(layer, args->num_tokens, x, ids, forward->weights, layer->config.dtype, args->y);
-    experts.addend = layer->config.shared_intermediate ? workspace->shared : NULL;
+    if (layer->weights.joins_shared)
+        join_shared(layer, &experts);
+    else if (layer->config.shared_intermediate)
+        experts.addend = workspace->shared;
     experts.residual = args->residual;
     experts.num_tokens_dev = args->num_tokens_dev;
     epmoei_experts_order_t order = {0};
     bool aligned = layer->backend == EPMOE_BACKEND_CUDA && !layer->placement && !epmoei_experts_few_takes(&experts) &&
-                   epmoei_route_aligns(args->num_tokens, layer->config.num_experts, layer->config.top_k);
+                   epmoei_route_aligns(args->num_tokens, layer->config.num_experts, experts.top_k);
     if (aligned && args->num_tokens) EPMOEI_CHECK(epmoei_experts_order(&experts, &order));
     EPMOEI_CHECK(route(forward, &order));
     EPMOEI_CHECK(place_ids(forward));

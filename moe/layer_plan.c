@@ -148,6 +148,7 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
 {
     const epmoe_weight_t plain = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
     const epmoe_weight_t assumed = assumed_weight(config, backend);
+    const bool shared = config->shared_intermediate && !(weights && weights->joins_shared);
     const struct {
         int32_t n;
         int32_t k;
@@ -156,12 +157,12 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
         int32_t fs; /* of the shared expert's products */
     } shapes[] = {
         {backend == EPMOE_BACKEND_CUDA ? 0 : config->num_experts, config->hidden, EPMOE_ACTIVATION_NONE, plain, 0},
-        {2 * config->shared_intermediate, config->hidden, config->activation,
+        {shared ? 2 * config->shared_intermediate : 0, config->hidden, config->activation,
          weights ? epmoei_layer_weight(backend, weights->formats.shared_gate_up, &weights->formats.shared_gate_up_pack,
                                        weights->shared_gate_up, &weights->shared_gate_up_arrays)
                  : assumed,
          config->shared_intermediate},
-        {config->shared_intermediate ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
+        {shared ? config->hidden : 0, config->shared_intermediate, EPMOE_ACTIVATION_NONE,
          weights ? epmoei_layer_weight(backend, weights->formats.shared_down, &weights->formats.shared_down_pack,
                                        weights->shared_down, &weights->shared_down_arrays)
                  : assumed,
@@ -205,6 +206,7 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
                                              const epmoei_packed_weights_t *weights, epmoei_layer_workspace_t *out)
 {
     epmoei_layer_workspace_t workspace = {0};
+    const bool joins = weights && weights->joins_shared;
     if (config->num_experts && max_rows > INT32_MAX / config->top_k)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT,
                            "a dispatch may bring %lld rows here: expected at most %d; lower max_tokens or set capacity",
@@ -216,8 +218,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
         epmoe_experts_args_t experts = EPMOE_EXPERTS_ARGS_INIT;
         experts.backend = backend;
         experts.num_tokens = (int32_t)max_rows;
-        experts.top_k = config->top_k;
-        experts.num_experts = local_experts;
+        experts.top_k = config->top_k + joins;
+        experts.num_experts = local_experts + joins;
         experts.hidden = config->hidden;
         experts.intermediate = config->intermediate;
         experts.dtype = config->dtype;
@@ -251,10 +253,13 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.physical_ids = epmoei_carve(&arena, places ? tokens * config->top_k * 4 : 0);
     const bool rounds = config->wire_dtype != config->dtype && local_experts == config->num_physical;
     workspace.rounded = epmoei_carve(&arena, rounds ? tokens * config->hidden * epmoe_dtype_size(config->dtype) : 0);
-    workspace.shared = epmoei_carve(&arena, config->shared_intermediate ? tokens * config->hidden * 4 : 0);
-    workspace.shared_h = epmoei_carve(&arena, tokens * config->shared_intermediate * epmoe_dtype_size(config->dtype));
+    workspace.joined_ids = epmoei_carve(&arena, joins ? tokens * (config->top_k + 1) * 4 : 0);
+    workspace.joined_weights = epmoei_carve(&arena, joins ? tokens * (config->top_k + 1) * 4 : 0);
+    const int64_t fs = joins ? 0 : config->shared_intermediate;
+    workspace.shared = epmoei_carve(&arena, fs ? tokens * config->hidden * 4 : 0);
+    workspace.shared_h = epmoei_carve(&arena, tokens * fs * epmoe_dtype_size(config->dtype));
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
-    const bool few = backend == EPMOE_BACKEND_CUDA && config->shared_intermediate;
+    const bool few = backend == EPMOE_BACKEND_CUDA && fs;
     workspace.shared_ids = epmoei_carve(&arena, few ? EPMOEI_EXPERTS_FEW_MOST_TOKENS * 4 : 0);
     workspace.shared_ones = epmoei_carve(&arena, few ? EPMOEI_EXPERTS_FEW_MOST_TOKENS * 4 : 0);
     workspace.experts_workspace = epmoei_carve(&arena, workspace.experts_bytes);
@@ -371,6 +376,43 @@ static void carve_weight(epmoei_arena_t *arena, epmoe_backend_t backend, epmoe_f
     if (sizes.order) arrays->order = epmoei_carve(arena, experts * sizes.order);
 }
 
+static bool same_pack(epmoe_format_t format, const epmoei_pack_shape_t *a, const epmoei_pack_shape_t *b)
+{
+    if (!epmoei_format_is_quantised(format)) return true;
+    return a->format == b->format && a->group == b->group && a->scales_dtype == b->scales_dtype &&
+           a->zeros == b->zeros && a->order == b->order && epmoei_pack_row_group(a) == epmoei_pack_row_group(b);
+}
+
+bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
+                               const epmoei_layer_formats_t *formats)
+{
+    /* Of one expert a rank among several may have all. */
+    const bool alone = config->num_experts > 1 && local_experts == config->num_experts;
+    const bool alike = formats->gate_up != EPMOE_FORMAT_NONE && formats->gate_up == formats->shared_gate_up &&
+                       formats->down == formats->shared_down &&
+                       same_pack(formats->gate_up, &formats->gate_up_pack, &formats->shared_gate_up_pack) &&
+                       same_pack(formats->down, &formats->down_pack, &formats->shared_down_pack);
+    return backend == EPMOE_BACKEND_CUDA && alone && alike && !config->placement &&
+           config->wire_dtype == config->dtype && config->shared_intermediate == config->intermediate &&
+           !config->shared_gated && !config->expert_has_bias && config->top_k < EPMOE_MAX_TOP_K &&
+           config->num_experts < EPMOEI_ROUTE_ALIGN_EXPERTS && config->max_tokens <= INT32_MAX / (config->top_k + 1);
+}
+
+/* The one of expert `e` in the arrays of all, where they are. */
+static void *behind(void *data, int64_t e, int64_t bytes) { return data ? (char *)data + e * bytes : NULL; }
+
+/* The shared expert's matrix behind those of all others. */
+static void join_weight(epmoe_backend_t backend, epmoe_format_t format, const epmoei_pack_shape_t *pack,
+                        int64_t experts, int64_t rows, int64_t cols, bool halves, void *data,
+                        const epmoei_pack_arrays_t *arrays, void **shared, epmoei_pack_arrays_t *shared_arrays)
+{
+    const epmoei_matrix_sizes_t sizes = epmoei_matrix_sizes(backend, format, pack, rows, cols, halves);
+    *shared = behind(data, experts, sizes.data);
+    shared_arrays->scales = behind(arrays->scales, experts, sizes.scales);
+    shared_arrays->zeros = behind(arrays->zeros, experts, sizes.zeros);
+    shared_arrays->order = behind(arrays->order, experts, sizes.order);
+}
+
 static float *carve_bias(epmoei_arena_t *arena, int32_t present, int64_t elements)
 {
     return present ? epmoei_carve(arena, elements * 4) : NULL;
@@ -386,21 +428,30 @@ int64_t epmoei_layer_weights_layout(char *base, const epmoe_layer_config_t *conf
     int64_t router_size = epmoe_dtype_size(formats->router);
     memset(out, 0, sizeof *out);
     out->formats = *formats;
+    out->joins_shared = epmoei_layer_joins_shared(config, backend, local_experts, formats);
+    const int64_t experts = local_experts + out->joins_shared;
     if (num_experts) {
         out->router = epmoei_carve(&arena, num_experts * d * router_size);
         out->router_bias = carve_bias(&arena, config->router_has_bias, num_experts);
         out->selection_bias = carve_bias(&arena, config->has_selection_bias, num_experts);
-        carve_weight(&arena, backend, formats->gate_up, &formats->gate_up_pack, local_experts, 2 * f, d, true,
-                     &out->gate_up, &out->gate_up_arrays);
-        carve_weight(&arena, backend, formats->down, &formats->down_pack, local_experts, d, f, false, &out->down,
+        carve_weight(&arena, backend, formats->gate_up, &formats->gate_up_pack, experts, 2 * f, d, true, &out->gate_up,
+                     &out->gate_up_arrays);
+        carve_weight(&arena, backend, formats->down, &formats->down_pack, experts, d, f, false, &out->down,
                      &out->down_arrays);
         out->gate_up_bias = carve_bias(&arena, config->expert_has_bias, local_experts * 2 * f);
         out->down_bias = carve_bias(&arena, config->expert_has_bias, local_experts * d);
     }
-    carve_weight(&arena, backend, formats->shared_gate_up, &formats->shared_gate_up_pack, 1, 2 * fs, d, true,
-                 &out->shared_gate_up, &out->shared_gate_up_arrays);
-    carve_weight(&arena, backend, formats->shared_down, &formats->shared_down_pack, 1, d, fs, false, &out->shared_down,
-                 &out->shared_down_arrays);
+    if (out->joins_shared) {
+        join_weight(backend, formats->gate_up, &formats->gate_up_pack, local_experts, 2 * f, d, true, out->gate_up,
+                    &out->gate_up_arrays, &out->shared_gate_up, &out->shared_gate_up_arrays);
+        join_weight(backend, formats->down, &formats->down_pack, local_experts, d, f, false, out->down,
+                    &out->down_arrays, &out->shared_down, &out->shared_down_arrays);
+    } else {
+        carve_weight(&arena, backend, formats->shared_gate_up, &formats->shared_gate_up_pack, 1, 2 * fs, d, true,
+                     &out->shared_gate_up, &out->shared_gate_up_arrays);
+        carve_weight(&arena, backend, formats->shared_down, &formats->shared_down_pack, 1, d, fs, false,
+                     &out->shared_down, &out->shared_down_arrays);
+    }
     if (config->shared_gated) out->shared_gate = epmoei_carve(&arena, d * router_size);
     return arena.used;
 }

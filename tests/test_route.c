@@ -88,6 +88,9 @@ Test(route, wrong_arguments)
     REFUSES(wrong, "expert_offsets is NULL", bad.expert_offsets = NULL);
     REFUSES(wrong, "workspace_bytes is 0: expected at least", bad.workspace_bytes = 0);
     REFUSES(wrong, "workspace_bytes is", bad.workspace_bytes--);
+    REFUSES(wrong, "joined_weights is NULL", bad.joined_ids = c.ids);
+    REFUSES(wrong, "topk.top_k is 32 with joined_ids: expected at most 31", bad.joined_ids = c.ids;
+            bad.topk.num_experts = bad.topk.top_k = 32);
     /* Nothing is wrong with these: only CUDA has the kernel. Without an align its outputs are not asked for. */
     REFUSES(cannot, "routing at once has no kernel on this backend", (void)bad);
     REFUSES(cannot, "routing at once has no kernel on this backend",

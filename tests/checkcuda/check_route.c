@@ -18,10 +18,10 @@ static epmoe_status_t reference_align(const epmoei_route_args_t *args, int32_t *
     epmoe_align_args_t align = EPMOE_ALIGN_ARGS_INIT, checked;
     align.num_tokens = args->topk.num_tokens;
     align.num_tokens_dev = num_tokens;
-    align.top_k = args->topk.top_k;
-    align.num_experts = args->topk.num_experts;
+    align.top_k = args->topk.top_k + (args->joined_ids != NULL);
+    align.num_experts = args->topk.num_experts + (args->joined_ids != NULL);
     align.block_size = 1;
-    align.ids = args->topk.ids;
+    align.ids = args->joined_ids ? args->joined_ids : args->topk.ids;
     align.sorted_ids = args->sorted_ids;
     align.num_post_padded = args->num_post_padded;
     align.expert_offsets = args->expert_offsets;
@@ -30,6 +30,16 @@ static epmoe_status_t reference_align(const epmoei_route_args_t *args, int32_t *
     for (int32_t place = 0; args->places && place < *num_tokens * align.top_k; place++)
         args->places[args->sorted_ids[place]] = place;
     return EPMOE_OK;
+}
+
+static void reference_joined(const epmoei_route_args_t *args, int32_t num_tokens)
+{
+    const int32_t top_k = args->topk.top_k;
+    for (int64_t t = 0; args->joined_ids && t < num_tokens; t++)
+        for (int32_t j = 0; j <= top_k; j++) {
+            args->joined_ids[t * (top_k + 1) + j] = j < top_k ? args->topk.ids[t * top_k + j] : args->topk.num_experts;
+            args->joined_weights[t * (top_k + 1) + j] = j < top_k ? args->topk.weights[t * top_k + j] : 1.0f;
+        }
 }
 
 static void reference_logits(const epmoei_route_args_t *args, int32_t num_tokens, float *logits)
@@ -61,7 +71,9 @@ static epmoe_status_t reference(const void *raw)
     if (!topk.logits) topk.logits = own;
     epmoe_status_t status = epmoei_topk_check(&topk, &checked);
     if (status == EPMOE_OK) status = epmoei_topk_ref(&checked, NULL);
-    if (status == EPMOE_OK && args->sorted_ids && epmoei_route_aligns(num_tokens, num_experts, topk.top_k))
+    if (status == EPMOE_OK) reference_joined(args, actual);
+    if (status == EPMOE_OK && args->sorted_ids &&
+        epmoei_route_aligns(num_tokens, num_experts, topk.top_k + (args->joined_ids != NULL)))
         status = reference_align(args, &actual);
     free(own);
     return status;
@@ -85,6 +97,7 @@ typedef struct shape_t {
     bool bias, selection_bias, forced, logits, align;
     fill_t fill;
     bool counted; /* by num_tokens_dev */
+    bool joined;  /* one more slot, of the shared expert */
 } shape_t;
 
 static void fill_matrix(testing_rng_t *rng, void *data, epmoe_dtype_t dtype, int64_t rows, int64_t cols, fill_t fill,
@@ -138,9 +151,11 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *s)
 {
     static const char *const scorings[] = {"softmax", "sigmoid", "sqrt_softplus", "topk_softmax", "sparse_mixer"};
     check_case(c, &op,
-               "T %d E %d k %d d %d %s %s groups %d/%d bias %d %d forced %d logits %d align %d fill %d counted %d",
+               "T %d E %d k %d d %d %s %s groups %d/%d bias %d %d forced %d logits %d align %d fill %d counted %d "
+               "joined %d",
                s->tokens, s->experts, s->top_k, s->hidden, epmoe_dtype_string(s->dtype), scorings[s->scoring], s->kept,
-               s->groups, s->bias, s->selection_bias, s->forced, s->logits, s->align, (int)s->fill, s->counted);
+               s->groups, s->bias, s->selection_bias, s->forced, s->logits, s->align, (int)s->fill, s->counted,
+               s->joined);
     if (s->fill == FILL_NORMAL) c->tolerance = 4e-6 + 0x1p-21 * sqrt((double)s->hidden);
     epmoei_route_args_t args = {.struct_size = sizeof args};
     args.hidden = s->hidden;
@@ -175,12 +190,17 @@ static void make(check_case_t *c, testing_rng_t *rng, const shape_t *s)
     CHECK_ADD(c, epmoei_route_args_t, topk.ids, CHECK_OUT, EPMOE_I32, s->tokens, s->top_k, 4);
     CHECK_ADD(c, epmoei_route_args_t, topk.weights, CHECK_OUT, EPMOE_F32, s->tokens, s->top_k, 4);
     if (s->counted) CHECK_ADD(c, epmoei_route_args_t, topk.num_tokens_dev, CHECK_IN, EPMOE_I32, 1, 1, 4);
+    const int32_t slots = s->top_k + s->joined;
+    if (s->joined) {
+        CHECK_ADD(c, epmoei_route_args_t, joined_ids, CHECK_OUT, EPMOE_I32, s->tokens, slots, 4);
+        CHECK_ADD(c, epmoei_route_args_t, joined_weights, CHECK_OUT, EPMOE_F32, s->tokens, slots, 4);
+    }
     if (s->align) {
-        CHECK_ADD(c, epmoei_route_args_t, sorted_ids, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * s->top_k, 4);
+        CHECK_ADD(c, epmoei_route_args_t, sorted_ids, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * slots, 4);
         CHECK_ADD(c, epmoei_route_args_t, num_post_padded, CHECK_OUT, EPMOE_I32, 1, 1, 4);
-        CHECK_ADD(c, epmoei_route_args_t, expert_offsets, CHECK_OUT, EPMOE_I32, 1, s->experts + 1, 4);
+        CHECK_ADD(c, epmoei_route_args_t, expert_offsets, CHECK_OUT, EPMOE_I32, 1, s->experts + 1 + s->joined, 4);
         if (s->logits)
-            CHECK_ADD(c, epmoei_route_args_t, places, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * s->top_k, 4);
+            CHECK_ADD(c, epmoei_route_args_t, places, CHECK_OUT, EPMOE_I32, 1, (int64_t)s->tokens * slots, 4);
     }
     CHECK_ADD(c, epmoei_route_args_t, workspace, CHECK_SCRATCH, EPMOE_U8, 1, args.workspace_bytes, EPMOEI_ALIGNMENT);
     fill_inputs(rng, c, s);
@@ -291,7 +311,8 @@ static void check_batch_invariance(testing_rng_t *rng)
     check_end();
 }
 
-/* Sizes where the form changes: one block, a block per group of tokens, groups of more words, no align. */
+/* Sizes where the form changes: one block, a block per group of tokens, groups of more words, no align; each without
+ * and with the shared expert's slot. */
 static void check_sizes(testing_rng_t *rng)
 {
     static const struct {
@@ -307,7 +328,8 @@ static void check_sizes(testing_rng_t *rng)
     check_begin("route", "choice and order: forms and their limits");
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int32_t fill = FILL_EXACT; fill <= FILL_ONE; fill++)
-            for (int32_t j = 0; j < 2; j++) {
+            for (int32_t variant = 0; variant < 4; variant++) {
+                const int32_t j = variant % 2;
                 shape_t shape = {.tokens = sizes[i].tokens,
                                  .experts = sizes[i].experts,
                                  .top_k = sizes[i].top_k,
@@ -318,7 +340,9 @@ static void check_sizes(testing_rng_t *rng)
                                  .logits = j,
                                  .align = true,
                                  .fill = (fill_t)fill,
-                                 .counted = j};
+                                 .counted = j,
+                                 .joined = variant / 2};
+                if (shape.joined && shape.top_k == EPMOE_MAX_TOP_K) continue;
                 if (!check_skips((int64_t)shape.tokens * shape.experts)) run_one(rng, &shape);
             }
     check_end();
@@ -349,6 +373,7 @@ static void check_rules(testing_rng_t *rng)
                              .forced = forced,
                              .logits = variant % 5 < 2,
                              .align = variant % 7,
+                             .joined = routers[i].top_k < EPMOE_MAX_TOP_K && variant % 3 == 1,
                              .fill = forced ? (i + (size_t)variant) % 2 ? FILL_EDGES : FILL_EXACT : FILL_EXACT};
             /* log1pf is each library's own: only equal logits may give equal values. */
             if (shape.scoring == EPMOE_SCORING_SQRT_SOFTPLUS) {
@@ -382,6 +407,7 @@ static void check_mixer(testing_rng_t *rng)
                              .forced = variant / 2 % 2,
                              .logits = variant % 3 == 0,
                              .align = variant != 5,
+                             .joined = sizes[i].top_k < EPMOE_MAX_TOP_K && variant % 3 == 1,
                              .fill = variant == 2   ? FILL_EDGES
                                      : variant == 7 ? FILL_ONE
                                                     : FILL_EXACT,
@@ -409,9 +435,18 @@ static void check_calls(testing_rng_t *rng)
         {.tokens = 5, .experts = 128, .top_k = 8, .hidden = 264, .logits = true, .align = true},
         {.tokens = 200, .experts = 60, .top_k = 4, .hidden = 72, .forced = true, .align = true},
         {.tokens = 1100, .experts = 256, .top_k = 8, .hidden = 72, .align = true},
+        {.tokens = 6, .experts = 256, .top_k = 8, .hidden = 264, .logits = true, .align = true, .joined = true},
+        {.tokens = 1100, .experts = 256, .top_k = 8, .hidden = 72, .logits = true, .align = true, .joined = true},
         {.tokens = 90, .experts = 700, .top_k = 8, .hidden = 72, .logits = true, .bias = true, .selection_bias = true},
         {.tokens = 3000, .experts = 4096, .top_k = 2, .hidden = 8, .logits = true}, /* two chunks */
+        {.tokens = 3000, .experts = 4096, .top_k = 2, .hidden = 8, .logits = true, .joined = true},
         {.tokens = 3000, .experts = 4096, .top_k = 2, .hidden = 8, .scoring = EPMOE_SCORING_SPARSE_MIXER},
+        {.tokens = 3000,
+         .experts = 4096,
+         .top_k = 2,
+         .hidden = 8,
+         .scoring = EPMOE_SCORING_SPARSE_MIXER,
+         .joined = true},
         {.tokens = 40, .experts = 16, .top_k = 2, .hidden = 72, .scoring = EPMOE_SCORING_SPARSE_MIXER, .align = true},
     };
     check_begin("route", "device token count, graphs, alignment, chunks");
