@@ -26,7 +26,10 @@ int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_row
  * nothing hides the ends of tiles. Those are short where an expert's weight [n,k] is small, below 4 Mi elements: there
  * it is the mean plus three of its roots, which nearly every expert stays below when tokens choose evenly, and
  * otherwise three times the mean, which few exceed even where tokens prefer some. Within the bound a tile is as wide as
- * its expert's rows need. */
+ * its expert's rows need. An expert that every token takes, as a layer's shared one does in slot k+1, moves the mean by
+ * less than 1/k; it has all T rows and is cut into T/width tiles, neighbours that find its weights in the L2 cache.
+ * Beyond a few hundred tokens that is as many as a product of its own would have; before, up to a dozen of short tiles
+ * among those of E experts. */
 int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows, int32_t n, int32_t k);
 
 /* The same for 4-bit weights: a multiple of 16, 16 to 256, the mean plus three of its roots, which is what nearly every

@@ -78,7 +78,9 @@ epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
     EPMOEI_CHECK(epmoei_layer_workspace_layout(layer->workspace_memory, &layer->config, layer->backend,
                                                layer->local_experts, layer->max_rows, weights, &layer->workspace));
     layer->workspace.bytes = bytes;
-    if (!layer->workspace.shared_ids) return EPMOE_OK;
+    if (layer->backend != EPMOE_BACKEND_CUDA || !layer->config.shared_intermediate ||
+        (weights && weights->joins_shared))
+        return EPMOE_OK;
     float ones[EPMOEI_EXPERTS_FEW_MOST_TOKENS];
     for (int32_t i = 0; i < EPMOEI_EXPERTS_FEW_MOST_TOKENS; i++) ones[i] = 1.0f;
     EPMOEI_CHECK(epmoei_memory_set(layer->backend, layer->workspace.shared_ids, 0, (int64_t)sizeof ones, NULL));
