@@ -22,11 +22,17 @@ constexpr int kRows = 2;  /* of weights that a warp walks together */
 /* Chunks of a row that a lane has on their way; with more accumulators there are registers for fewer. */
 template <int kMembers> constexpr int kUnroll = kMembers > 1 ? 2 : 4;
 constexpr int kGateUpWarps = 4; /* columns of h of a block */
-constexpr int kDownWarps = 8;
-constexpr int kDownThreads = kDownWarps * 32;
-constexpr int kGateUpBlocks = 7, kDownBlocks = 3; /* of an SM: what its registers hold */
+/* Of a block of `down`: nine for nine slots, eight routed and the shared expert's, one of which would have a warp work
+ * twice while seven wait. */
+constexpr int kDownWarps = 8, kDownWarpsOfNine = 9;
+constexpr int kGateUpBlocks = 7; /* of an SM: what its registers hold */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int kWarps> constexpr int kDownBlocks = kWarps > kDownWarps ? 2 : 3;
+#else
+template <int kWarps> constexpr int kDownBlocks = 3;
+#endif
 constexpr int kMaxSlots = EPMOEI_EXPERTS_FEW_MOST_TOKENS * EPMOE_MAX_TOP_K;
-static_assert(kMaxSlots <= kDownThreads, "a thread of down for each slot");
+static_assert(kMaxSlots <= 32 * kDownWarps, "a thread of down for each slot");
 
 struct few_params_t {
     epmoe_experts_args_t args;
@@ -218,6 +224,7 @@ struct down_shared_t {
     int32_t group_experts[kMaxSlots];
     uint32_t group_members[kMaxSlots]; /* bit i: the i-th of the 32 neighbours */
     int32_t num_groups[kMaxSlots / 32];
+    int32_t num_tokens; /* read here again, so that no register holds it meanwhile */
 };
 
 /* One part of the block's two rows of one expert, for slots of this expert. */
@@ -285,20 +292,22 @@ __global__ void __launch_bounds__(kGateUpWarps * 32, kGateUpBlocks) gate_up_kern
         while (members) gate_up_column<T, 2>(p, expert, col, first, token, members);
 }
 
-template <typename T> __global__ void __launch_bounds__(kDownThreads, kDownBlocks) down_kernel(const few_params_t p)
+template <typename T, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, kDownBlocks<kWarps>) down_kernel(const few_params_t p)
 {
     __shared__ down_shared_t shared;
     const epmoe_experts_args_t &args = p.args;
     const int32_t tid = threadIdx.x;
     const int32_t num_tokens = epmoei_device_tokens(args.num_tokens_dev, args.num_tokens);
     group_slots<kMaxSlots, false>(args, shared, num_tokens * args.top_k);
+    if (tid == 0) shared.num_tokens = num_tokens;
     __syncthreads();
 
     bool waited = false;
     int32_t index = tid / 32; /* of a part of a group; warps take them in turn */
-    for (int32_t first = 0; first < num_tokens * args.top_k; first += 32) {
+    for (int32_t first = 0; first < *(const volatile int32_t *)&shared.num_tokens * args.top_k; first += 32) {
         const int32_t count = shared.num_groups[first / 32] << p.part_bits;
-        for (; index < count; index += kDownWarps) {
+        for (; index < count; index += kWarps) {
             const int32_t group = first + (index >> p.part_bits), part = index & ((1 << p.part_bits) - 1);
             const int32_t expert = shared.group_experts[group];
             uint32_t members = shared.group_members[group];
@@ -312,7 +321,7 @@ template <typename T> __global__ void __launch_bounds__(kDownThreads, kDownBlock
     if (!waited) epmoei_begin_dependent();
 
     const int32_t token = tid / kRows, row = tid % kRows;
-    const bool finishes = token < num_tokens;
+    const bool finishes = token < shared.num_tokens;
     const int64_t at = (int64_t)token * args.hidden + blockIdx.x * kRows + row;
     float addend = 0.0f, residual = 0.0f;
     if (finishes && args.addend) addend = args.addend[at];
@@ -361,6 +370,16 @@ few_params_t few_params(const epmoe_experts_args_t *args, const void *h)
     return p;
 }
 
+template <typename T> epmoe_status_t launch_down(const few_params_t &p, epmoe_stream_t stream)
+{
+    const bool nine = p.args.top_k == kDownWarpsOfNine;
+    auto *kernel = nine ? down_kernel<T, kDownWarpsOfNine> : down_kernel<T, kDownWarps>;
+    const unsigned threads = 32 * (nine ? kDownWarpsOfNine : kDownWarps);
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(kernel, (unsigned)(p.args.hidden / kRows), threads, 0, stream, p),
+        "experts_few_down");
+}
+
 } // namespace
 
 extern "C" epmoe_status_t epmoei_experts_few_gate_up_sm80(const epmoe_experts_args_t *args, void *h,
@@ -383,8 +402,5 @@ extern "C" epmoe_status_t epmoei_experts_few_down_sm80(const epmoe_experts_args_
     EPMOEI_CHECK(check_aligned(args));
     EPMOEI_CHECK_ALIGNED(h, 16);
     few_params_t p = few_params(args, h);
-    auto *kernel = args->dtype == EPMOE_BF16 ? down_kernel<__nv_bfloat16> : down_kernel<__half>;
-    return epmoei_cuda_status(
-        (int32_t)epmoei_launch_dependent(kernel, (unsigned)(args->hidden / kRows), kDownThreads, 0, stream, p),
-        "experts_few_down");
+    return args->dtype == EPMOE_BF16 ? launch_down<__nv_bfloat16>(p, stream) : launch_down<__half>(p, stream);
 }

@@ -242,9 +242,9 @@ static const epmoe_dtype_t y_dtypes[] = {EPMOE_F32, EPMOE_BF16, EPMOE_F16};
 static shape_t random_shape(testing_rng_t *rng, int32_t i)
 {
     static const int32_t tokens[] = {1, 2, 3, 4, 8}, widths[] = {8, 24, 40, 72, 136, 264, 1032, 2056};
-    static const int32_t ks[] = {1, 2, 3, 4, 5, 8, 10, 32};
+    static const int32_t ks[] = {1, 2, 3, 4, 5, 8, 9, 10, 32};
     shape_t shape = {.tokens = tokens[i % 5],
-                     .top_k = ks[testing_range(rng, 0, 7)],
+                     .top_k = ks[testing_range(rng, 0, 8)],
                      .experts = testing_range(rng, 1, 12),
                      .d = widths[testing_range(rng, 0, 7)],
                      .f = widths[testing_range(rng, 0, 7)],
