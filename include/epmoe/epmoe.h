@@ -1424,8 +1424,8 @@ typedef enum epmoe_stage_t {
     EPMOE_STAGE_GEMM1 = 3,
     EPMOE_STAGE_ACT = 4, /* 0 where it is fused into GEMM 1 */
     EPMOE_STAGE_GEMM2 = 5,
-    EPMOE_STAGE_COMBINE = 6, /* weighted sum, way home, residual */
-    EPMOE_STAGE_SHARED = 7, /* 0 where the shared expert goes with the routed ones, in GEMM1 to COMBINE */
+    EPMOE_STAGE_COMBINE = 6,   /* weighted sum, way home, residual */
+    EPMOE_STAGE_SHARED = 7,    /* 0 where the shared expert goes with the routed ones, in GEMM1 to COMBINE */
     EPMOE_STAGE_ATTENTION = 8, /* of a decoder layer: all in front of the MLP, both norms included */
     EPMOE_STAGE_COUNT = 9
 } epmoe_stage_t;
