@@ -125,6 +125,22 @@ static void empty_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t 
     run_case(&c, comms, num_comms, 3); /* one way only */
 }
 
+/* Rows of one expert beyond fp16, for few tokens and for many; another number of tokens on every rank. */
+static void large_cases(epmoe_comm_t *const *comms, int32_t num_comms, uint64_t seed)
+{
+    testing_rng_t rng = testing_rng(seed + 3);
+    for (int32_t i = 0; i < 2; i++) {
+        exchange_case_t c = exchange_large_case(size, i ? 700 : 30, seed);
+        run_case(&c, comms, num_comms, 2);
+    }
+    for (int32_t i = 0; i < 6; i++) {
+        exchange_case_t c = exchange_uneven_case(&rng, i, size);
+        if (i % 2 && c.num_experts <= 60) exchange_place(&rng, &c);
+        if (i % 3 == 1) c.wire = EPMOE_F8_E4M3;
+        run_case(&c, comms, num_comms, 2);
+    }
+}
+
 static void cases(uint64_t seed, int argc, char **transports)
 {
     epmoe_comm_t *comms[MAX_COMMS] = {exchange_comm(EPMOE_BACKEND_CPU, EPMOE_TRANSPORT_AUTO, 0)};
@@ -136,6 +152,7 @@ static void cases(uint64_t seed, int argc, char **transports)
     placed_cases(comms, num, seed);
     identity_cases(comms, num, seed);
     empty_cases(comms, num, seed);
+    large_cases(comms, num, seed);
     for (int32_t i = 0; i < num; i++) epmoe_comm_destroy(comms[i]);
 }
 
