@@ -2,6 +2,7 @@
  * beside another sequence, in every layout of the cache; what is
  * refused, and that nothing leaks. */
 #include "tests/decoder_case.h"
+#include "tests/e4m3_oracle.h"
 #include "tests/gpu_testing.h"
 
 #include <criterion/criterion.h>
@@ -253,6 +254,123 @@ Test(gpu_decoder, logits)
             decoder_case_close(&c);
             cr_expect_eq(epmoei_alloc_live(), 0);
         }
+}
+
+/* What a forward of 6 tokens makes of a cache that is the caller's; on the host. */
+typedef struct cached_t {
+    int64_t key_bytes, value_bytes; /* of all blocks */
+    int32_t hidden;
+    uint16_t *y;
+    uint8_t *keys, *values;
+} cached_t;
+
+enum { kCachedTokens = 6, kCachedBlocks = kDecoderSeqs * kDecoderMaxBlocks };
+
+static cached_t cached_by(const char *name, epmoe_dtype_t cache_dtype, epmoe_comm_t *cpu)
+{
+    const int32_t start[] = {0, kCachedTokens}, length = kCachedTokens;
+    const float scale = 0.03125f;
+    decoder_case_t c = decoder_case_open(name, 1);
+    cached_t out = {.hidden = c.hidden};
+    const int64_t bytes = (int64_t)kCachedTokens * c.hidden * 2;
+    c.config.cache_dtype = cache_dtype, c.config.block_size = kDecoderBlock;
+    c.mlp.dtype = EPMOE_BF16, c.mlp.max_tokens = kCachedTokens;
+    cr_assert_eq(epmoe_decoder_create(&c.config, &c.mlp, cpu, &c.decoder), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_decoder_load_checkpoint(c.decoder, c.checkpoint, 1, NULL), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_decoder_block_bytes(&c.config, EPMOE_BF16, &out.key_bytes, &out.value_bytes), EPMOE_OK);
+    const int64_t keys = kCachedBlocks * out.key_bytes, values = kCachedBlocks * out.value_bytes;
+    if (cpu) {
+        uint16_t *x = malloc((size_t)bytes);
+        epmoei_from_f32(x, c.in, EPMOE_BF16, bytes / 2);
+        out.y = malloc((size_t)bytes), out.keys = malloc((size_t)keys), out.values = malloc((size_t)values + 1);
+        memset(out.keys, 0xFF, (size_t)keys), memset(out.values, 0xFF, (size_t)values);
+        epmoe_decoder_forward_args_t args = decoder_case_args(&c, 0, kCachedTokens, x, out.y);
+        args.key_cache = out.keys, args.value_cache = values ? out.values : NULL, args.num_blocks = kCachedBlocks;
+        if (cache_dtype == EPMOE_F8_E4M3) args.k_scale = args.v_scale = &scale;
+        cr_assert_eq(epmoe_decoder_forward(c.decoder, &args, NULL), EPMOE_OK, "%s", epmoe_last_error());
+        free(x);
+    } else {
+        batch_t batch = batch_make(start, &length, c.block_table, 1);
+        void *x = input_of(&c, EPMOE_BF16), *y = gpu_buffer(bytes, 0), *on_device = gpu_copy_of(&scale, 4);
+        void *key_cache = gpu_buffer(keys, 0), *value_cache = values ? gpu_buffer(values, 0) : NULL;
+        epmoe_decoder_forward_args_t args = args_of(&batch, kCachedTokens, 1, x, y);
+        args.key_cache = key_cache, args.value_cache = value_cache, args.num_blocks = kCachedBlocks;
+        if (cache_dtype == EPMOE_F8_E4M3) args.k_scale = args.v_scale = on_device;
+        forward(&c, &args);
+        out.y = gpu_get_new(y, bytes);
+        out.keys = gpu_get_new(key_cache, keys), out.values = values ? gpu_get_new(value_cache, values) : malloc(1);
+        /* Four tokens in the table's first block, two in its second one, and nothing anywhere else. */
+        for (int32_t block = 0; block < kCachedBlocks; block++) {
+            const int32_t place = block == c.block_table[0] ? 0 : block == c.block_table[1] ? 1 : 2;
+            for (int side = 0; side < (values ? 2 : 1); side++) {
+                const int64_t all = side ? out.value_bytes : out.key_bytes;
+                const int64_t used = place == 0 ? all : place == 1 ? all / 2 : 0;
+                cr_expect(gpu_is_poison(side ? value_cache : key_cache, block * all + used, all - used),
+                          "%s: block %d of the %s was written behind its tokens", name, block,
+                          side ? "values" : "keys");
+            }
+        }
+        cr_expect(gpu_guards_intact(y) && gpu_guards_intact(key_cache) && (!values || gpu_guards_intact(value_cache)));
+        gpu_buffer_free(x), gpu_buffer_free(y), gpu_buffer_free(on_device);
+        gpu_buffer_free(key_cache), gpu_buffer_free(value_cache);
+        batch_free(&batch);
+    }
+    out.key_bytes = keys, out.value_bytes = values;
+    decoder_case_close(&c);
+    return out;
+}
+
+/* What both have written, by value. A code of E4M3 falls the other way where a key lies between two, which is a step of
+ * up to an eighth of it, for one key in thirty whose bf16 is off by a part in 300. */
+static double cache_error(const uint8_t *got, const uint8_t *expected, int64_t bytes, epmoe_dtype_t dtype)
+{
+    double squares = 0, errors = 0;
+    const int64_t size = epmoe_dtype_size(dtype);
+    for (int64_t i = 0; i < bytes / size; i++) {
+        const bool unwritten = size == 1 ? expected[i] == 0xFF : expected[2 * i] == 0xFF && expected[2 * i + 1] == 0xFF;
+        if (unwritten) continue;
+        const double value = size == 1 ? e4m3_value(expected[i]) : (double)epmoei_load(expected, dtype, i);
+        const double off = (size == 1 ? e4m3_value(got[i]) : (double)epmoei_load(got, dtype, i)) - value;
+        squares += value * value, errors += off * off;
+    }
+    return sqrt(errors / squares);
+}
+
+/* In bf16 and in E4M3, grouped heads and MLA's latents: what is cached is what the CPU caches, in its place. */
+Test(gpu_decoder, a_callers_cache)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const char *const names[] = {"qwen2_moe", "deepseek_v3"};
+    epmoe_comm_config_t config = EPMOE_COMM_CONFIG_INIT;
+    epmoe_comm_t *cpu = NULL;
+    config.backend = EPMOE_BACKEND_CPU;
+    cr_assert_eq(epmoe_comm_create(NULL, &config, &cpu), EPMOE_OK, "%s", epmoe_last_error());
+    for (int i = 0; i < 4; i++) {
+        const epmoe_dtype_t dtype = i % 2 ? EPMOE_F8_E4M3 : EPMOE_BF16;
+        cached_t on_cpu = cached_by(names[i / 2], dtype, cpu), got = cached_by(names[i / 2], dtype, NULL);
+        const double bound = i % 2 ? 4e-2 : BF16_FEW_TOLERANCE;
+        double error = cache_error(got.keys, on_cpu.keys, got.key_bytes, dtype);
+        cr_expect(error <= bound, "%s, %s: keys are off by %g", names[i / 2], epmoe_dtype_string(dtype), error);
+        if (got.value_bytes) {
+            error = cache_error(got.values, on_cpu.values, got.value_bytes, dtype);
+            cr_expect(error <= bound, "%s, %s: values are off by %g", names[i / 2], epmoe_dtype_string(dtype), error);
+        }
+        /* One token may go to other experts. */
+        int32_t far = 0;
+        for (int64_t r = 0; r < kCachedTokens; r++) {
+            double row = 0, off = 0;
+            for (int64_t j = r * got.hidden; j < (r + 1) * got.hidden; j++) {
+                const double expected = (double)epmoei_bf16_to_f32(on_cpu.y[j]);
+                const double difference = (double)epmoei_bf16_to_f32(got.y[j]) - expected;
+                row += expected * expected, off += difference * difference;
+            }
+            far += !(sqrt(off / row) <= bound);
+        }
+        cr_expect_leq(far, 1, "%s, %s: %d of %d rows of y are off by more than %g", names[i / 2],
+                      epmoe_dtype_string(dtype), far, kCachedTokens, bound);
+        free(on_cpu.y), free(on_cpu.keys), free(on_cpu.values), free(got.y), free(got.keys), free(got.values);
+    }
+    epmoe_comm_destroy(cpu);
 }
 
 Test(gpu_decoder, refused)
