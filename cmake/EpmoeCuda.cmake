@@ -37,6 +37,9 @@ target_compile_definitions(epmoe_cuda INTERFACE EPMOE_HAVE_CUDA=1 $<$<BOOL:${EPM
 # Loaded at run time: nothing is linked.
 if(EXISTS "${CUDAToolkit_INCLUDE_DIRS}/cublasLt.h")
   target_compile_definitions(epmoe_cuda INTERFACE EPMOE_HAVE_CUBLASLT=1)
+  message(STATUS "Dense products on CUDA: cuBLASLt, where it is found at run time")
+else()
+  message(STATUS "Dense products on CUDA: without cuBLASLt, whose header is not in ${CUDAToolkit_INCLUDE_DIRS}")
 endif()
 target_include_directories(epmoe_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(epmoe_cuda INTERFACE CUDA::cudart_static)

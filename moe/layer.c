@@ -79,7 +79,7 @@ epmoe_status_t epmoei_layer_fit_workspace(epmoe_layer_t *layer)
                                                layer->local_experts, layer->max_rows, weights, &layer->workspace));
     layer->workspace.bytes = bytes;
     if (layer->backend != EPMOE_BACKEND_CUDA || !layer->config.shared_intermediate ||
-        (weights && weights->joins_shared))
+        (weights && epmoei_layer_joins_always(weights, layer->config.max_tokens)))
         return EPMOE_OK;
     float ones[EPMOEI_EXPERTS_FEW_MOST_TOKENS];
     for (int32_t i = 0; i < EPMOEI_EXPERTS_FEW_MOST_TOKENS; i++) ones[i] = 1.0f;

@@ -76,6 +76,12 @@ epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_
  * and k+1 slots and E+1 experts are what the kernels hold. Elsewhere it has launches of its own. */
 bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
                                const epmoei_layer_formats_t *formats);
+/* Whether it does so in a call of so many tokens. Tiles are as wide as the routed experts need. One with all tokens
+ * would have its 4-bit weights brought to bf16 once for each of several narrow tiles: in calls of some tokens it runs
+ * apart. */
+bool epmoei_layer_joins_tokens(const epmoei_packed_weights_t *weights, int32_t num_tokens);
+/* Whether it does so in every call of at most so many. */
+bool epmoei_layer_joins_always(const epmoei_packed_weights_t *weights, int32_t max_tokens);
 
 /* The formats of a layer whose weights all are in config's weight_format. */
 epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config);

@@ -158,7 +158,7 @@ static epmoe_status_t route_cuda(forward_t *forward, const epmoei_experts_order_
     at_once.logits = args->logits_out || args->logits ? forward->logits : NULL;
     at_once.topk = topk_args(forward);
     at_once.topk.logits = args->logits;
-    if (layer->weights.joins_shared) {
+    if (epmoei_layer_joins_tokens(&layer->weights, args->num_tokens)) {
         at_once.joined_ids = layer->workspace.joined_ids;
         at_once.joined_weights = layer->workspace.joined_weights;
     }
@@ -239,7 +239,7 @@ static epmoe_status_t run_shared(forward_t *forward)
     const epmoei_packed_weights_t *weights = &layer->weights;
     const epmoei_layer_workspace_t *workspace = &layer->workspace;
     int32_t tokens = forward->args.num_tokens;
-    if (tokens == 0 || config->shared_intermediate == 0 || weights->joins_shared) return EPMOE_OK;
+    if (tokens == 0 || config->shared_intermediate == 0 || epmoei_layer_joins_tokens(weights, tokens)) return EPMOE_OK;
 
     if (config->shared_gated) {
         epmoe_grouped_gemm_args_t gate =
@@ -382,7 +382,7 @@ static epmoe_status_t run_local(forward_t *forward)
     const int32_t *ids = layer->placement ? workspace->physical_ids : forward->ids;
     epmoe_experts_args_t experts =
         experts_args(layer, args->num_tokens, x, ids, forward->weights, layer->config.dtype, args->y);
-    if (layer->weights.joins_shared)
+    if (epmoei_layer_joins_tokens(&layer->weights, args->num_tokens))
         join_shared(layer, &experts);
     else if (layer->config.shared_intermediate)
         experts.addend = workspace->shared;

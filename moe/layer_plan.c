@@ -148,7 +148,8 @@ static epmoe_status_t dense_gemm_bytes(const epmoe_layer_config_t *config, epmoe
 {
     const epmoe_weight_t plain = epmoei_layer_weight(backend, plain_format(config), NULL, NULL, NULL);
     const epmoe_weight_t assumed = assumed_weight(config, backend);
-    const bool shared = config->shared_intermediate && !(weights && weights->joins_shared);
+    const bool shared =
+        config->shared_intermediate && !(weights && epmoei_layer_joins_always(weights, config->max_tokens));
     const struct {
         int32_t n;
         int32_t k;
@@ -255,7 +256,8 @@ epmoe_status_t epmoei_layer_workspace_layout(char *base, const epmoe_layer_confi
     workspace.rounded = epmoei_carve(&arena, rounds ? tokens * config->hidden * epmoe_dtype_size(config->dtype) : 0);
     workspace.joined_ids = epmoei_carve(&arena, joins ? tokens * (config->top_k + 1) * 4 : 0);
     workspace.joined_weights = epmoei_carve(&arena, joins ? tokens * (config->top_k + 1) * 4 : 0);
-    const int64_t fs = joins ? 0 : config->shared_intermediate;
+    const bool always = joins && epmoei_layer_joins_always(weights, config->max_tokens);
+    const int64_t fs = always ? 0 : config->shared_intermediate;
     workspace.shared = epmoei_carve(&arena, fs ? tokens * config->hidden * 4 : 0);
     workspace.shared_h = epmoei_carve(&arena, tokens * fs * epmoe_dtype_size(config->dtype));
     workspace.shared_gate = epmoei_carve(&arena, config->shared_gated ? tokens * 4 : 0);
@@ -396,6 +398,25 @@ bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend
            config->wire_dtype == config->dtype && config->shared_intermediate == config->intermediate &&
            !config->shared_gated && !config->expert_has_bias && config->top_k < EPMOE_MAX_TOP_K &&
            config->num_experts < EPMOEI_ROUTE_ALIGN_EXPERTS && config->max_tokens <= INT32_MAX / (config->top_k + 1);
+}
+
+/* 4-bit weights run apart in calls of more tokens than the first number, up to the second. */
+enum { kNarrowTokens = 64, kWideTokens = 256 };
+
+static bool is_narrow(const epmoei_packed_weights_t *weights)
+{
+    return weights->formats.gate_up == EPMOE_FORMAT_W4 || weights->formats.gate_up == EPMOE_FORMAT_MXFP4;
+}
+
+bool epmoei_layer_joins_tokens(const epmoei_packed_weights_t *weights, int32_t num_tokens)
+{
+    const bool apart = is_narrow(weights) && num_tokens > kNarrowTokens && num_tokens <= kWideTokens;
+    return weights->joins_shared && !apart;
+}
+
+bool epmoei_layer_joins_always(const epmoei_packed_weights_t *weights, int32_t max_tokens)
+{
+    return weights->joins_shared && (!is_narrow(weights) || max_tokens <= kNarrowTokens);
 }
 
 /* The one of expert `e` in the arrays of all, where they are. */
