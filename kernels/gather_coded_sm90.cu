@@ -13,8 +13,8 @@ constexpr int kGroup = EPMOEI_FP8_COLUMNS / kUnit; /* threads that share a scale
 constexpr int kRowsInFlight = 4;
 
 struct gather_t {
-    const uint8_t
-        *codes; /* row i from i * codes_stride on, its scale of 128 columns j at i * steps.row + j * steps.block */
+    /* Row i: codes from i * codes_stride on, the scale of 128 columns j at i * steps.row + j * steps.block. */
+    const uint8_t *codes;
     const float *scales;
     int64_t codes_stride;
     epmoei_scale_steps_t steps;
@@ -123,10 +123,12 @@ extern "C" epmoe_status_t epmoei_sort_codes_sm90(const epmoe_grouped_gemm_args_t
     g.codes_stride = args->k;
     g.steps = epmoei_scale_steps(args->x_quant, args->k);
     if (g.steps.block == 0) g.to.stride = to->stride = 0;
-    if (!args->x_sorted && (args->row_index || args->x_row_divisor != 1)) return launch(g, stream);
-    /* Every row is where it has to be. */
+    /* The product's tiles reach to max_rows, and so must x where it is read in place. */
+    const bool in_place =
+        args->x_sorted || (!args->row_index && args->x_row_divisor == 1 && args->max_rows <= args->num_slots);
+    if (!in_place) return launch(g, stream);
     to->codes = (uint8_t *)const_cast<void *>(args->x);
-    const int32_t rows = args->x_sorted ? args->max_rows : min(args->max_rows, args->num_slots);
+    const int32_t rows = args->max_rows;
     const int64_t total = rows * (g.steps.block ? epmoei_coded_blocks(args->k) : 1);
     const unsigned blocks = (unsigned)epmoei_min64(epmoei_ceil_div(total, 256), 1 << 16);
     return epmoei_cuda_status(

@@ -388,9 +388,10 @@ typedef enum epmoe_granularity_t {
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
  * that are not stored in tiles, BF16 and F16 in tiles of other sizes or on other devices than epmoe_weight_t says, and
  * tiles on the CPU.
- * fp8_activations and x of F8_E4M3 on CUDA need compute capability 9.0, K (gated: N too) a multiple of 16, and
- * group_size -1 with any group_rows, or a multiple of 128 with group_rows the same; with GATE_FIRST up rows begin with
- * a block. Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
+ * fp8_activations and x of F8_E4M3 need on CUDA compute capability 9.0, K (gated: N too) a multiple of 16, and a
+ * group_size of -1 with any group_rows, or a multiple of 128 with as many group_rows; with GATE_FIRST up rows begin
+ * with a block.
+ * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
