@@ -6,12 +6,12 @@
  *   rounding    once, to y_dtype, behind the bias
  *   quantised   x as epmoe_quantize_fp8 of the same backend has it, bit for bit
  *   edges       any T, N, K >= 1 on the CPU; T = 0 is a no-op
- *   alignment   CPU: element; CUDA: 16 bytes
+ *   alignment   CPU: element; CUDA: 16 bytes, x_scale 4
  *   aliasing    none
  *   NaN         of x or its scale stays in its row of y, of w or its scale in its column
  *
  * The reference is plain loops. Otherwise it is the grouped GEMM with one expert, whose many-row path on the CPU is
- * BLAS, and on CUDA cuBLASLt (linear_cublas.h) where that takes it. x is quantised in front of both. */
+ * BLAS; on CUDA cuBLASLt (linear_cublas.h) multiplies plain matrices. x of TENSOR and TOKEN is quantised in front. */
 #ifndef EPMOEI_LINEAR_OP_H
 #define EPMOEI_LINEAR_OP_H
 
@@ -30,7 +30,7 @@ epmoei_floor_t epmoei_linear_floor(const epmoe_linear_args_t *args);
 
 /* Scales of x [T,K], 0 where there are none. */
 int64_t epmoei_linear_x_scales(const epmoe_linear_args_t *args);
-/* Whether the scales of x are the same over all of K, so that they may be applied behind the sum. */
+/* Whether the scales of x are the same over all of K. */
 static inline bool epmoei_linear_scales_outside(const epmoe_linear_args_t *args)
 {
     return args->x_quant == EPMOE_GRANULARITY_TENSOR || args->x_quant == EPMOE_GRANULARITY_TOKEN;

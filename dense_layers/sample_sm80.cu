@@ -36,7 +36,7 @@ __device__ __forceinline__ int32_t id_of_place(uint64_t place) { return (int32_t
 
 constexpr uint32_t kNoKey = 0x007FFFFFu; /* of -inf, the lowest */
 
-/* Two blocks share an SM, so that one's rows arrive while the other looks for a floor or draws. */
+/* On Hopper two blocks share an SM, so that one's rows arrive while the other looks for a floor or draws. */
 struct shared_t {
     union {
         struct { /* the whole row */
@@ -50,7 +50,7 @@ struct shared_t {
     int32_t counts[2][kWarps];
     int32_t length;
 };
-static_assert(2 * sizeof(shared_t) <= 200 << 10, "two blocks");
+static_assert(2 * sizeof(shared_t) <= 200 << 10, "two blocks in the 227 KB that an SM of 9.0 gives to blocks");
 
 template <typename T> struct alignas(4 * sizeof(T)) four_t {
     T element[4];

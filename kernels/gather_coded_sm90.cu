@@ -1,6 +1,6 @@
 /* Rows that are quantised already into the sorted order of a grouped GEMM, of the wire or the caller's: what
  * kernels/quantize_rows_sm90.cu does of rows that are not. Floor: bytes = 2*R*(K + 4*K/128), of which the reads of a
- * token's k slots hit the L2 cache. */
+ * token's k slots hit the L2 cache; of codes that stay where they are, their scales alone. */
 #include "kernels/grouped_gemm_fp8.h"
 #include "kernels/launch_cuda.cuh"
 #include "kernels/rows_cuda.cuh"

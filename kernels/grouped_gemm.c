@@ -129,7 +129,7 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
     for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++)
         if (!needed[i].pointer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "%s is NULL", needed[i].name);
     if (out->x_quant && !out->x_scale)
-        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is NULL: x of F8_E4M3 needs it");
+        return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "x_scale is NULL: expected the scales of x, which is F8_E4M3");
     if (!out->expert_offsets && out->num_experts != 1)
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "expert_offsets is NULL: expected offsets of %d experts",
                            out->num_experts);

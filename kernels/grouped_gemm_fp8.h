@@ -25,8 +25,9 @@ extern "C" {
  * one copy. */
 typedef struct epmoei_fp8_rows_t {
     uint8_t *codes; /* [rows,K] */
-    float *scales;  /* [ceil(K/128),stride], or with stride 0 [rows] for all columns; 16 bytes more may be read */
-    int64_t stride; /* rows rounded up to 16 bytes of scales */
+    float *scales;  /* [ceil(K/128),stride], or with stride 0 [rows] for all columns; aligned to 16 bytes, and up to
+                     * 16 bytes behind them are read */
+    int64_t stride; /* rows rounded up to 16 bytes of scales, or 0 */
 } epmoei_fp8_rows_t;
 
 /* Bytes of them; base NULL counts. */

@@ -48,9 +48,10 @@ epmoe_status_t epmoei_grouped_gemm_quant_check_cuda(const epmoe_grouped_gemm_arg
                            "weight.format is %s: on CUDA expected bf16, fp16, fp8_block, w4 or mxfp4",
                            epmoe_format_string(format));
     if (args->x_dtype != EPMOE_BF16 && args->x_dtype != EPMOE_F16 && !args->x_quant)
-        return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED,
-                           "x_dtype is %s and weight.format %s: on CUDA x must be bf16 or f16",
-                           epmoe_dtype_string(args->x_dtype), epmoe_format_string(format));
+        return epmoei_fail(
+            EPMOE_ERROR_NOT_SUPPORTED,
+            "x_dtype is %s and weight.format %s: on CUDA x must be bf16 or f16, for fp8_block also E4M3 codes",
+            epmoe_dtype_string(args->x_dtype), epmoe_format_string(format));
     if (format != EPMOE_FORMAT_FP8_BLOCK && args->weight.storage != EPMOE_STORAGE_TILES)
         return epmoei_fail(
             EPMOE_ERROR_NOT_SUPPORTED,

@@ -1,9 +1,10 @@
 /* Grouped GEMM on quantised weights, on CUDA: what every tier takes, and how the weights lie in device memory.
  *
  * Arguments are those of epmoe_grouped_gemm, checked and with every default filled in; the maths and the contract are
- * those of kernels/grouped_gemm.h. x is bf16 or fp16. Weights are exact: codes (minus zero points) are multiplied in
- * the type of x, where all of them are representable, and scales in fp32. But of W4 the sm90 tier rounds the scale and
- * then the weight to bf16, which is off by 0.2 % in the root mean square. The formats:
+ * those of kernels/grouped_gemm.h. x is bf16 or fp16, for FP8_BLOCK on sm90 also E4M3 codes. Weights are exact: codes
+ * (minus zero points) are multiplied in the type of x, where all of them are representable, and scales in fp32. But of
+ * W4 the sm90 tier rounds the scale and then the weight to bf16, which is off by 0.2 % in the root mean square. The
+ * formats:
  *
  * FP8_BLOCK (slots grouped_gemm_fp8*): as epmoe_weight_t has it, data E4M3 [E,N,K] row by row, K a multiple of 16,
  *   scales [E,row blocks,ceil(K/g)] of scales_dtype, g columns and r = group_rows rows per scale; g is a multiple of 64

@@ -26,7 +26,7 @@ int32_t epmoei_grouped_gemm_tile_quant_sm80(int32_t num_experts, int64_t max_row
  * nothing hides the ends of tiles. Those are short where an expert's weight [n,k] is small, below 4 Mi elements: there
  * it is the mean plus three of its roots, which nearly every expert stays below when tokens choose evenly, and
  * otherwise three times the mean, which few exceed even where tokens prefer some. Within the bound a tile is as wide as
- * its expert's rows need. An expert that every token takes, as a layer's shared one does in slot k+1, moves the mean by
+ * its expert's rows need. An expert that every token takes, as a layer's shared one does in slot k, moves the mean by
  * less than 1/k; it has all T rows and is cut into T/width tiles, neighbours that find its weights in the L2 cache.
  * Beyond a few hundred tokens that is as many as a product of its own would have; before, up to a dozen of short tiles
  * among those of E experts. */

@@ -76,9 +76,9 @@ epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_
  * and k+1 slots and E+1 experts are what the kernels hold. Elsewhere it has launches of its own. */
 bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
                                const epmoei_layer_formats_t *formats);
-/* Whether it does so in a call of so many tokens. Tiles are as wide as the routed experts need. One with all tokens
- * would have its 4-bit weights brought to bf16 once for each of several narrow tiles: in calls of some tokens it runs
- * apart. */
+/* Whether it does so in a call of so many tokens: always, but for 4-bit weights and 65 to 256 tokens. Tiles are as wide
+ * as the routed experts need, which is little there, and the shared expert's weights would be brought to bf16 once for
+ * each of its many; from 512 tokens on that is no more. */
 bool epmoei_layer_joins_tokens(const epmoei_packed_weights_t *weights, int32_t num_tokens);
 /* Whether it does so in every call of at most so many. */
 bool epmoei_layer_joins_always(const epmoei_packed_weights_t *weights, int32_t max_tokens);
@@ -93,9 +93,9 @@ typedef struct epmoei_layer_workspace_t {
     float *weights;        /* [max_tokens,k] */
     int32_t *physical_ids; /* [max_tokens,k] with one rank and a placement: ids of physical experts */
     void *rounded;         /* [max_tokens,d] with one rank and FP8 on the wire: x as the experts get it */
-    int32_t *joined_ids;   /* [max_tokens,k+1] where the shared expert joins the others; then none of the next five */
-    float *joined_weights; /* [max_tokens,k+1] */
-    float *shared;         /* [max_tokens,d]: the shared expert's output */
+    int32_t *joined_ids;   /* [max_tokens,k+1] where the shared expert joins the others, else NULL */
+    float *joined_weights; /* [max_tokens,k+1], with joined_ids */
+    float *shared;         /* [max_tokens,d]: the shared expert's output; it and the next four NULL if always joined */
     void *shared_h;        /* [max_tokens,fs] of dtype */
     float *shared_gate;    /* [max_tokens]: sigmoids */
     /* CUDA: the shared expert as the only one of a few tokens, [EPMOEI_EXPERTS_FEW_MOST_TOKENS] zeros and ones. */

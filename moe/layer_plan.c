@@ -400,23 +400,23 @@ bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend
            config->num_experts < EPMOEI_ROUTE_ALIGN_EXPERTS && config->max_tokens <= INT32_MAX / (config->top_k + 1);
 }
 
-/* 4-bit weights run apart in calls of more tokens than the first number, up to the second. */
+/* 4-bit weights run apart in calls of more tokens than the first number, up to the second: as measured. */
 enum { kNarrowTokens = 64, kWideTokens = 256 };
 
-static bool is_narrow(const epmoei_packed_weights_t *weights)
+static bool has_4_bits(const epmoei_packed_weights_t *weights)
 {
     return weights->formats.gate_up == EPMOE_FORMAT_W4 || weights->formats.gate_up == EPMOE_FORMAT_MXFP4;
 }
 
 bool epmoei_layer_joins_tokens(const epmoei_packed_weights_t *weights, int32_t num_tokens)
 {
-    const bool apart = is_narrow(weights) && num_tokens > kNarrowTokens && num_tokens <= kWideTokens;
+    const bool apart = has_4_bits(weights) && num_tokens > kNarrowTokens && num_tokens <= kWideTokens;
     return weights->joins_shared && !apart;
 }
 
 bool epmoei_layer_joins_always(const epmoei_packed_weights_t *weights, int32_t max_tokens)
 {
-    return weights->joins_shared && (!is_narrow(weights) || max_tokens <= kNarrowTokens);
+    return weights->joins_shared && (!has_4_bits(weights) || max_tokens <= kNarrowTokens);
 }
 
 /* The one of expert `e` in the arrays of all, where they are. */

@@ -137,7 +137,7 @@ static void check_format(epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8
     cr_assert_eq(epmoe_layer_set_random_weights(layer, 7), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_set_random_weights(reference, 7), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert(layer->weights.joins_shared && !reference->weights.joins_shared);
-    static const int32_t tokens[] = {1, 4, 5, 16, 17, 40, kMostTokens};
+    static const int32_t tokens[] = {1, 4, 5, 16, 17, 40, 64, 65, 256, kMostTokens};
     for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
         compare(layer, reference, &rng, tokens[i], -1);
         compare(layer, reference, &rng, tokens[i], testing_range(&rng, 0, tokens[i]));

@@ -135,3 +135,28 @@ Test(layer_joined, its_matrices_lie_behind_the_others)
         testing_buffer_free(memory);
     }
 }
+
+/* 4-bit weights run apart in calls of some tokens, for which a layer then keeps what a shared expert of its own needs.
+ */
+Test(layer_joined, calls_in_which_it_runs_apart)
+{
+    static const struct {
+        int32_t tokens;
+        bool joined, always;
+    } calls[] = {{1, true, true}, {64, true, true}, {65, false, false}, {256, false, false}, {257, true, false}};
+    for (int i = 0; i < kFormats; i++)
+        for (size_t c = 0; c < sizeof calls / sizeof calls[0]; c++) {
+            epmoe_layer_config_t config = config_of(formats[i]);
+            config.max_tokens = calls[c].tokens;
+            const epmoei_layer_formats_t own = epmoei_layer_config_formats(&config);
+            epmoei_packed_weights_t w;
+            epmoei_layer_weights_layout(NULL, &config, EPMOE_BACKEND_CUDA, kE, &own, &w);
+            const bool four_bits = own.gate_up == EPMOE_FORMAT_W4 || own.gate_up == EPMOE_FORMAT_MXFP4;
+            cr_expect_eq(epmoei_layer_joins_tokens(&w, calls[c].tokens), !four_bits || calls[c].joined, "%s, %d tokens",
+                         epmoe_format_string(own.gate_up), calls[c].tokens);
+            cr_expect_eq(epmoei_layer_joins_always(&w, calls[c].tokens), !four_bits || calls[c].always,
+                         "%s, at most %d tokens", epmoe_format_string(own.gate_up), calls[c].tokens);
+            w.joins_shared = false;
+            cr_expect(!epmoei_layer_joins_tokens(&w, 1) && !epmoei_layer_joins_always(&w, 1));
+        }
+}

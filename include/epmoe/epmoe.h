@@ -383,8 +383,8 @@ typedef enum epmoe_granularity_t {
  * times its scale in x_scale. With fp8_activations x of another type becomes such codes in the call.
  * Errors: INVALID_ARGUMENT for sizes out of range, NULL pointers, N odd with an activation, a too small workspace; on
  * the CPU also for offsets that do not start at 0 or above, decrease or pass max_rows, and a negative row index. Of a
- * quantised weight also for a bad field, fp8_activations with another format than FP8_BLOCK and, on the CPU, a g_idx
- * out of range or, of W4, that is no permutation.
+ * quantised weight also for a bad field, fp8_activations or x of F8_E4M3 with another format than FP8_BLOCK, x_quant
+ * and x_scale that do not go with x_dtype and, on the CPU, a g_idx out of range or, of W4, that is no permutation.
  * NOT_SUPPORTED on CUDA for K not a multiple of 8, fp32 x or weights, and two different types; for W4 and MXFP4 on CUDA
  * that are not stored in tiles, BF16 and F16 in tiles of other sizes or on other devices than epmoe_weight_t says, and
  * tiles on the CPU.
@@ -424,7 +424,7 @@ typedef struct epmoe_grouped_gemm_args_t {
     int32_t y_sorted;            /* 0 or 1: y is [max_rows, N or N/2], row r instead of s */
     int32_t fp8_activations;     /* 0 or 1, FP8_BLOCK only: x is first quantised as epmoe_quantize_fp8 does, BLOCK128 */
     epmoe_granularity_t x_quant; /* of x that is F8_E4M3, and only then: what one of its scales covers */
-    const float *x_scale;        /* the scales, of the rows that x has: see epmoe_granularity_t */
+    const float *x_scale;        /* with x_quant: the scales of x, in the same memory; T is the rows that x has */
 } epmoe_grouped_gemm_args_t;
 #define EPMOE_GROUPED_GEMM_ARGS_INIT EPMOE_STRUCT_INIT(epmoe_grouped_gemm_args_t)
 EPMOE_API epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t *args, int64_t *bytes);
@@ -672,9 +672,8 @@ EPMOE_API epmoe_status_t epmoe_rms_norm(const epmoe_rms_norm_args_t *args, epmoe
  * Errors: INVALID_ARGUMENT for T below 0, N or K below 1, an unknown enum, NULL pointers, a format or a granularity
  * outside the table, x of E4M3 without x_scale or x_quant, x_scale for x of another type unless x_quant is TENSOR, a
  * too small workspace; on the CPU a static x_scale that is not finite and above 0; on CUDA addresses not aligned to 16
- * bytes. NOT_SUPPORTED as in epmoe_grouped_gemm_args_t; TENSOR, TOKEN and x of E4M3 need on CUDA what fp8_activations
- * do there.
- * Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
+ * bytes, x_scale to 4. NOT_SUPPORTED as in epmoe_grouped_gemm_args_t; TENSOR, TOKEN and x of E4M3 need on CUDA what
+ * fp8_activations do there. Floor: bytes = T*K*b_x + N*K*b_w + T*N*b_y, and the scales and bias; flops = 2*T*N*K. */
 typedef struct epmoe_linear_args_t {
     size_t struct_size;
     epmoe_backend_t backend;

@@ -146,8 +146,7 @@ static void check_blocks(testing_rng_t *rng)
     check_end();
 }
 
-/* Whatever x and its scales are by whatever the weight's are: by cuBLASLt, or with a bias, widths that it does not take
- * or blocks by the grouped GEMM. */
+/* Whatever x and its scales are by whatever the weight's are: one expert of the grouped GEMM. */
 static void check_codes(testing_rng_t *rng)
 {
     static const epmoe_dtype_t y_dtypes[] = {EPMOE_BF16, EPMOE_F16, EPMOE_F32},
