@@ -10,6 +10,9 @@ namespace
 {
 
 constexpr uint32_t kAll = 0xFFFFFFFFu;
+/* Of a block of `down`: nine for nine slots, eight routed and the shared expert's, one of which would have a warp work
+ * twice while seven wait. */
+constexpr int kDownWarps = 8, kDownWarpsOfNine = 9;
 
 /* A thread for each slot. A group is the slots of one expert within 32 neighbours; the arrays of groups hold those of
  * slots 0..31 from 0 on, of 32..63 from 32 on, and so on. Shared: a down_shared_t. */

@@ -93,65 +93,113 @@ __global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm
 }
 
 /* What a block of `down` knows of the slots, and what its warps leave for the end. A group is the slots of one expert
- * within 32 neighbours; the arrays of groups hold those of slots 0..31 from 0 on, of 32..63 from 32 on, and so on. */
-struct down_shared_t {
-    float sums[kMaxSlots][kColumns]; /* of slot << part_bits | part: of the row's dot product, without the bias */
-    float weights[kMaxSlots];
-    bool used[kMaxSlots];
-    int32_t experts[kMaxSlots]; /* of slots */
-    int32_t group_experts[kMaxSlots];
-    uint32_t group_members[kMaxSlots]; /* bit i: the i-th of the 32 neighbours */
-    int32_t num_groups[kMaxSlots / 32];
+ * within 32 neighbours; the arrays of groups hold those of slots 0..31 from 0 on, of 32..63 from 32 on, and so on.
+ * Beside nine warps' stages of FP8 there is room in 99 KB for the slots that nine of a token can be, and no more. */
+template <int kDown> struct down_shared_t {
+    static constexpr int kMost =
+        kDown == kDownWarpsOfNine ? (EPMOEI_EXPERTS_FEW_QUANT_MOST_TOKENS * kDown + 31) / 32 * 32 : kMaxSlots;
+    float sums[kMost][kColumns]; /* of slot << part_bits | part: of the row's dot product, without the bias */
+    float weights[kMost];
+    bool used[kMost];
+    int32_t experts[kMost]; /* of slots */
+    int32_t group_experts[kMost];
+    uint32_t group_members[kMost]; /* bit i: the i-th of the 32 neighbours */
+    int32_t num_groups[kMost / 32];
+    int32_t num_tokens; /* read here again, so that no register holds it meanwhile */
 };
 
-template <typename T, epmoe_format_t kFormat, int kGroups>
-__global__ void __launch_bounds__(kThreads, slot<kFormat, kGroups>::kBlocksPerSm) down_kernel(const few_params_t p)
+/* What a warp of `down` does at once: a part of the rows of an expert for up to kMembers slots of a group. */
+struct work_t {
+    int32_t expert; /* -1: no more */
+    int32_t first;  /* of the 32 neighbours */
+    int32_t part;
+    int32_t bits[kMembers];
+    int32_t vectors; /* 0: the group has no more slots */
+};
+
+/* Number `index` of the parts of groups, the `round`-th slots of it. volatile: what was found before a product is found
+ * again after it, so that no register holds it meanwhile. */
+template <int kDown>
+__device__ __forceinline__ work_t find_work(const volatile down_shared_t<kDown> &shared, const few_params_t &p,
+                                            int32_t index, int32_t round)
+{
+    work_t work = {};
+    work.expert = -1;
+    const int32_t num_slots = shared.num_tokens * p.args.top_k;
+#pragma unroll 1
+    for (; work.first < num_slots; work.first += 32) {
+        const int32_t count = shared.num_groups[work.first / 32] << p.part_bits;
+        if (index < count) break;
+        index -= count;
+    }
+    if (work.first >= num_slots) return work;
+    const int32_t group = work.first + (index >> p.part_bits);
+    work.expert = shared.group_experts[group];
+    work.part = index & ((1 << p.part_bits) - 1);
+    uint32_t members = shared.group_members[group];
+#pragma unroll 1
+    for (int32_t i = 0; i < round * kMembers; i++) members &= members - 1;
+    work.vectors = take_members(work.bits, members);
+    return work;
+}
+
+/* Of an SM: what its registers hold. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <epmoe_format_t kFormat, int kGroups, int kDown>
+constexpr int kDownBlocks = kDown > kDownWarps &&kFormat == EPMOE_FORMAT_FP8_BLOCK ? 1 : 2;
+#else
+template <epmoe_format_t kFormat, int kGroups, int kDown>
+constexpr int kDownBlocks = slot<kFormat, kGroups>::kBlocksPerSm;
+#endif
+
+/* kDown: warps of a block. */
+template <typename T, epmoe_format_t kFormat, int kGroups, int kDown>
+__global__ void __launch_bounds__(32 * kDown, kDownBlocks<kFormat, kGroups, kDown>) down_kernel(const few_params_t p)
 {
     extern __shared__ __align__(128) char slots[];
-    __shared__ down_shared_t shared;
+    __shared__ down_shared_t<kDown> shared;
     const epmoe_experts_args_t &args = p.args;
     const int32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int32_t num_tokens = epmoei_device_tokens(args.num_tokens_dev, args.num_tokens);
-    group_slots<kMaxSlots, true>(args, shared, num_tokens * args.top_k);
+    group_slots<down_shared_t<kDown>::kMost, true>(args, shared, num_tokens * args.top_k);
+    if (tid == 0) shared.num_tokens = num_tokens;
     __syncthreads();
 
     const int32_t stages = stages_with(args.intermediate, 0);
-    bool waits = true;
-    int32_t index = warp; /* of a part of a group; warps take them in turn */
-    for (int32_t first = 0; first < num_tokens * args.top_k; first += 32) {
-        const int32_t count = shared.num_groups[first / 32] << p.part_bits;
-        for (; index < count; index += kWarps) {
-            const int32_t group = first + (index >> p.part_bits), part = index & ((1 << p.part_bits) - 1);
-            task_t task = {};
-            task.expert = shared.group_experts[group];
-            task.row = (int32_t)blockIdx.x * kColumns;
-            task.first_stage = min(part * p.part_stages, stages);
-            task.end_stage = min(task.first_stage + p.part_stages, stages);
-            uint32_t members = shared.group_members[group];
-            while (members) {
-                int32_t bits[kMembers];
-                task.vectors = take_members(bits, members);
-                const int32_t mine = lane / 16, bit = mine ? bits[1] : bits[0];
-                task.vector =
-                    mine < task.vectors ? (const uint16_t *)p.h + (int64_t)(first + bit) * args.intermediate : nullptr;
-                float acc[4];
-                multiply<T, kFormat, kGroups>(
-                    acc, p, task, ptx_shared_address(slots) + warp * slot<kFormat, kGroups>::kWarpBytes, waits);
-                waits = false;
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const int32_t member = lane % 4 * 2 + c % 2;
-                    const int32_t to = first + (member ? bits[1] : bits[0]);
-                    if (member < task.vectors) shared.sums[to << p.part_bits | part][lane / 4 + c / 2 * 8] = acc[c];
-                }
-            }
+    const int32_t own = lane / 16; /* of the vectors */
+    int32_t index = warp;          /* warps take parts in turn */
+    for (int32_t round = 0;;) {
+        work_t work = find_work(shared, p, index, round);
+        if (work.expert < 0) break;
+        if (work.vectors == 0) {
+            index += kDown, round = 0;
+            continue;
         }
-        index -= count;
+        task_t task = {};
+        task.expert = work.expert;
+        task.row = (int32_t)blockIdx.x * kColumns;
+        task.first_stage = min(work.part * p.part_stages, stages);
+        task.end_stage = min(task.first_stage + p.part_stages, stages);
+        task.vectors = work.vectors;
+        if (own < work.vectors)
+            task.vector =
+                (const uint16_t *)p.h + (int64_t)(work.first + (own ? work.bits[1] : work.bits[0])) * args.intermediate;
+        float acc[4];
+        multiply<T, kFormat, kGroups>(acc, p, task,
+                                      ptx_shared_address(slots) + warp * slot<kFormat, kGroups>::kWarpBytes,
+                                      index == warp && round == 0);
+        work = find_work(shared, p, index, round++);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int32_t member = lane % 4 * 2 + c % 2;
+            const int32_t to = work.first + (member ? work.bits[1] : work.bits[0]);
+            if (member < work.vectors) shared.sums[to << p.part_bits | work.part][lane / 4 + c / 2 * 8] = acc[c];
+        }
     }
-    if (waits) epmoei_begin_dependent();
+    if (index == warp) epmoei_begin_dependent(); /* it had nothing to do */
 
     const int32_t token = tid / kColumns, row = tid % kColumns, col = (int32_t)blockIdx.x * kColumns + row;
-    const bool finishes = token < num_tokens && col < args.hidden;
+    const bool finishes = token < shared.num_tokens && col < args.hidden;
     const int64_t at = (int64_t)token * args.hidden + col;
     float addend = 0.0f, residual = 0.0f;
     if (finishes && args.addend) addend = args.addend[at];
@@ -187,14 +235,19 @@ epmoe_grouped_gemm_args_t product_args(const epmoe_experts_args_t *args, bool ga
 template <typename T, epmoe_format_t kFormat, int kGroups>
 epmoe_status_t launch(const few_params_t &p, bool gated, epmoe_stream_t stream)
 {
-    const int bytes = kWarps * slot<kFormat, kGroups>::kWarpBytes;
-    auto *kernel = gated ? gate_up_kernel<T, kFormat, kGroups> : down_kernel<T, kFormat, kGroups>;
+    const bool nine = !gated && p.args.top_k == kDownWarpsOfNine;
+    const int warps = gated ? kWarps : nine ? kDownWarpsOfNine : kDownWarps;
+    const int bytes = warps * slot<kFormat, kGroups>::kWarpBytes;
+    auto *kernel = gated  ? gate_up_kernel<T, kFormat, kGroups>
+                   : nine ? down_kernel<T, kFormat, kGroups, kDownWarpsOfNine>
+                          : down_kernel<T, kFormat, kGroups, kDownWarps>;
     EPMOEI_CHECK(epmoei_allow_shared(kernel, (size_t)bytes, "experts_few_quant"));
     const dim3 blocks = gated ? dim3((unsigned)(p.args.num_tokens * p.args.top_k),
                                      (unsigned)epmoei_ceil_div(p.args.intermediate, kColumns))
                               : dim3((unsigned)epmoei_ceil_div(p.args.hidden, kColumns));
-    return epmoei_cuda_status((int32_t)epmoei_launch_dependent(kernel, blocks, kThreads, (size_t)bytes, stream, p),
-                              gated ? "experts_few_quant_gate_up" : "experts_few_quant_down");
+    return epmoei_cuda_status(
+        (int32_t)epmoei_launch_dependent(kernel, blocks, 32 * (unsigned)warps, (size_t)bytes, stream, p),
+        gated ? "experts_few_quant_gate_up" : "experts_few_quant_down");
 }
 
 template <typename T> epmoe_status_t launch_format(const few_params_t &p, bool gated, epmoe_stream_t stream)
@@ -236,7 +289,7 @@ epmoe_status_t run(const epmoe_experts_args_t *args, const void *h, bool gated, 
     p.error_word = epmoei_error_word();
     /* One token's slots give every warp of `down` something to do. k alone decides, so that the order of a sum does not
      * depend on the number of tokens. */
-    while (args->top_k << p.part_bits < kWarps) p.part_bits++;
+    while (args->top_k << p.part_bits < kDownWarps) p.part_bits++;
     p.part_stages = (int32_t)epmoei_ceil_div(epmoei_ceil_div(args->intermediate, kStageCols), 1 << p.part_bits);
     return args->dtype == EPMOE_BF16 ? launch_format<__nv_bfloat16>(p, gated, stream)
                                      : launch_format<__half>(p, gated, stream);

@@ -21,10 +21,7 @@ constexpr int kChunk = 8; /* elements of 16 bytes */
 constexpr int kRows = 2;  /* of weights that a warp walks together */
 /* Chunks of a row that a lane has on their way; with more accumulators there are registers for fewer. */
 template <int kMembers> constexpr int kUnroll = kMembers > 1 ? 2 : 4;
-constexpr int kGateUpWarps = 4; /* columns of h of a block */
-/* Of a block of `down`: nine for nine slots, eight routed and the shared expert's, one of which would have a warp work
- * twice while seven wait. */
-constexpr int kDownWarps = 8, kDownWarpsOfNine = 9;
+constexpr int kGateUpWarps = 4;  /* columns of h of a block */
 constexpr int kGateUpBlocks = 7; /* of an SM: what its registers hold */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <int kWarps> constexpr int kDownBlocks = kWarps > kDownWarps ? 2 : 3;
