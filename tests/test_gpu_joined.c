@@ -126,10 +126,12 @@ static void compare(epmoe_layer_t *layer, epmoe_layer_t *reference, testing_rng_
     free(slots.ids), free(slots.cpu_ids), free(slots.weights), free(slots.cpu_weights);
 }
 
-static void check_format(epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8_activations)
+/* In one layer, so that a call finds the workspace as another left it. */
+static void check_format(int32_t max_tokens, epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8_activations)
 {
     epmoe_layer_config_t config = joined_config(dtype, format);
     config.fp8_activations = fp8_activations;
+    config.max_tokens = max_tokens;
     testing_rng_t rng = testing_rng(testing_seed());
     epmoe_comm_t *comm = NULL;
     epmoe_layer_t *layer = gpu_layer(&config), *reference = cpu_layer(&config, &comm);
@@ -137,8 +139,10 @@ static void check_format(epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8
     cr_assert_eq(epmoe_layer_set_random_weights(layer, 7), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert_eq(epmoe_layer_set_random_weights(reference, 7), EPMOE_OK, "%s", epmoe_last_error());
     cr_assert(layer->weights.joins_shared && !reference->weights.joins_shared);
-    static const int32_t tokens[] = {1, 4, 5, 16, 17, 40, 64, 65, 256, kMostTokens};
+    /* In 4 bits it joins up to 64 tokens and beyond 256. */
+    static const int32_t tokens[] = {kMostTokens, 1, 4, 65, 5, 16, 257, 17, 256, 40, 100, 64};
     for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
+        if (tokens[i] > max_tokens) continue;
         compare(layer, reference, &rng, tokens[i], -1);
         compare(layer, reference, &rng, tokens[i], testing_range(&rng, 0, tokens[i]));
     }
@@ -149,28 +153,95 @@ static void check_format(epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8
 Test(gpu_joined, plain)
 {
     GPU_TEST_NEEDS_DEVICE();
-    check_format(EPMOE_BF16, EPMOE_FORMAT_NONE, 0);
-    check_format(EPMOE_F16, EPMOE_FORMAT_NONE, 0);
+    check_format(kMostTokens, EPMOE_BF16, EPMOE_FORMAT_NONE, 0);
+    check_format(kMostTokens, EPMOE_F16, EPMOE_FORMAT_NONE, 0);
 }
 
 Test(gpu_joined, fp8)
 {
     GPU_TEST_NEEDS_DEVICE();
-    check_format(EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, -1);
-    if (!strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) check_format(EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, 1);
+    check_format(kMostTokens, EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, -1);
+    if (!strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90"))
+        check_format(kMostTokens, EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, 1);
 }
 
 Test(gpu_joined, w4)
 {
     GPU_TEST_NEEDS_DEVICE();
-    check_format(EPMOE_BF16, EPMOE_FORMAT_GPTQ, 0);
-    check_format(EPMOE_F16, EPMOE_FORMAT_CT_W4, 0);
+    check_format(kMostTokens, EPMOE_BF16, EPMOE_FORMAT_GPTQ, 0);
+    check_format(kMostTokens, EPMOE_F16, EPMOE_FORMAT_CT_W4, 0);
 }
 
 Test(gpu_joined, mxfp4)
 {
     GPU_TEST_NEEDS_DEVICE();
-    check_format(EPMOE_BF16, EPMOE_FORMAT_MXFP4, 0);
+    check_format(kMostTokens, EPMOE_BF16, EPMOE_FORMAT_MXFP4, 0);
+}
+
+static void *forward(epmoe_layer_t *layer, gpu_tokens_t *tokens, int32_t num_tokens)
+{
+    gpu_poison(tokens->y, num_tokens * kD * 2);
+    cr_assert_eq(epmoe_layer_forward(layer, tokens->x, tokens->y, num_tokens, gpu_stream()), EPMOE_OK, "%s",
+                 epmoe_last_error());
+    cr_assert(gpu_wait());
+    return gpu_get_new(tokens->y, num_tokens * kD * 2);
+}
+
+/* Workspaces of layers that never run it apart, and of such as do in their largest calls. */
+Test(gpu_joined, few_tokens_at_most)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    static const int32_t most[] = {4, 64, 100};
+    for (size_t i = 0; i < sizeof most / sizeof most[0]; i++) {
+        check_format(most[i], EPMOE_BF16, EPMOE_FORMAT_NONE, 0);
+        check_format(most[i], EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, -1);
+        check_format(most[i], EPMOE_BF16, EPMOE_FORMAT_GPTQ, 0);
+        check_format(most[i], EPMOE_BF16, EPMOE_FORMAT_MXFP4, 0);
+    }
+}
+
+/* One layer's weights in a slot of the routed ones and by launches of their own. */
+static void check_against_apart(epmoe_dtype_t dtype, epmoe_format_t format, int32_t fp8_activations)
+{
+    epmoe_layer_config_t config = joined_config(dtype, format);
+    config.fp8_activations = fp8_activations;
+    config.has_selection_bias = 0;
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_layer_t *layer = gpu_layer(&config);
+    cr_assert_not_null(layer);
+    cr_assert_eq(epmoe_layer_set_random_weights(layer, 5), EPMOE_OK, "%s", epmoe_last_error());
+    gpu_tokens_t tokens = gpu_tokens(&rng, &config, kMostTokens);
+    static const int32_t counts[] = {1, 4, 5, 16, 64, kMostTokens};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        char what[96];
+        snprintf(what, sizeof what, "%s %s fp8 %d, %d tokens, joined and apart", epmoe_dtype_string(dtype),
+                 epmoe_format_string(layer->weights.formats.gate_up), fp8_activations, counts[i]);
+        void *y[3];
+        for (int run = 0; run < 3; run++) {
+            layer->weights.joins_shared = run != 1;
+            cr_assert_eq(epmoei_layer_fit_workspace(layer), EPMOE_OK, "%s", epmoe_last_error());
+            cr_assert_eq(epmoei_layer_joins_tokens(&layer->weights, counts[i]), run != 1);
+            y[run] = forward(layer, &tokens, counts[i]);
+        }
+        check_y(layer, y[0], y[1], counts[i], what);
+        cr_expect(gpu_same("y", y[2], y[0], (int64_t)counts[i] * kD, 2, kD), "%s", what);
+        for (int run = 0; run < 3; run++) free(y[run]);
+    }
+    cr_expect(gpu_tokens_free(&tokens));
+    epmoe_layer_destroy(layer);
+}
+
+Test(gpu_joined, against_the_path_apart)
+{
+    GPU_TEST_NEEDS_DEVICE();
+    check_against_apart(EPMOE_BF16, EPMOE_FORMAT_NONE, 0);
+    check_against_apart(EPMOE_F16, EPMOE_FORMAT_NONE, 0);
+    check_against_apart(EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, -1);
+    if (!strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90"))
+        check_against_apart(EPMOE_BF16, EPMOE_FORMAT_FP8_BLOCK, 1);
+    check_against_apart(EPMOE_BF16, EPMOE_FORMAT_GPTQ, 0);
+    check_against_apart(EPMOE_F16, EPMOE_FORMAT_CT_W4, 0);
+    check_against_apart(EPMOE_BF16, EPMOE_FORMAT_MXFP4, 0);
 }
 
 /* A caller's arrays, in rules that the shared expert must not feel: scale, weight on the input. */
@@ -200,15 +271,6 @@ Test(gpu_joined, against_double_precision)
         epmoe_layer_destroy(layer);
         oracle_model_free(&model);
     }
-}
-
-static void *forward(epmoe_layer_t *layer, gpu_tokens_t *tokens, int32_t num_tokens)
-{
-    gpu_poison(tokens->y, num_tokens * kD * 2);
-    cr_assert_eq(epmoe_layer_forward(layer, tokens->x, tokens->y, num_tokens, gpu_stream()), EPMOE_OK, "%s",
-                 epmoe_last_error());
-    cr_assert(gpu_wait());
-    return gpu_get_new(tokens->y, num_tokens * kD * 2);
 }
 
 /* Borrowed matrices lie where the caller has them, apart; a layer's own join again. */
