@@ -8,7 +8,6 @@
  *   aliasing    without quant y == x with equal strides; each element of y is then written after its gate was read
  *   padding     columns between the width and the stride are untouched
  *   NaN         flows through, to its own element only; silu(-inf) and gelu(-inf) are 0
- *   range       CUDA, bf16, but for GELU: a finite gate of 2^124 or more may give an infinity
  */
 #ifndef EPMOEI_SILU_AND_MUL_H
 #define EPMOEI_SILU_AND_MUL_H

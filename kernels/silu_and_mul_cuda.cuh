@@ -18,13 +18,13 @@ __device__ __forceinline__ float epmoei_gate_times(float gate, float fraction)
 
 /* gate / (1 + exp(-x)) * up. Of results that are rounded to 16 bits: a few units of fp32 off, in half of the
  * instructions. A sixteenth of the denominator has a normal reciprocal whenever it is finite, and what that makes too
- * large by 16 is taken off `up`; beyond, the fraction is 0, as it is in the exact form. */
+ * large by 16 is taken off the gate; beyond, the fraction is 0, as it is in the exact form. */
 template <typename T> __device__ __forceinline__ float epmoei_gate_sigmoid(float gate, float x, float up)
 {
     if constexpr (sizeof(T) == 4) return epmoei_gate_times(gate, 1.0f / (1.0f + expf(-x))) * up;
     constexpr float kSmall = 0.0625f;
     const float inverse = ptx_reciprocal(fmaf(ptx_exp2(x * -1.44269504f), kSmall, kSmall));
-    return epmoei_gate_times(gate, inverse) * (up * kSmall);
+    return epmoei_gate_times(gate * kSmall, inverse) * up;
 }
 
 /* epmoei_activate of kernels/activation.h, but for the limit. */

@@ -24,6 +24,18 @@ static void fill(testing_rng_t *rng, const check_field_t *field)
         epmoei_store(field->host, field->dtype, i, edges[testing_range(rng, 0, 7)]);
 }
 
+/* Gates of the largest values that the type has, and ups of less than 1. */
+static void fill_largest(testing_rng_t *rng, const check_field_t *field, int32_t width)
+{
+    const float most = field->dtype == EPMOE_F16 ? 65504.0f : field->dtype == EPMOE_BF16 ? 0x1.fep127f : 0x1.fffffep127f;
+    for (int64_t row = 0; row < field->rows; row++)
+        for (int32_t i = 0; i < width; i++) {
+            const float gate = (i % 2 ? -most : most) * (i % 4 < 2 ? 1.0f : 0.0625f);
+            epmoei_store(field->host, field->dtype, row * field->cols + i, gate);
+            epmoei_store(field->host, field->dtype, row * field->cols + width + i, testing_uniform(rng, -1.0f, 0.0f));
+        }
+}
+
 /* Strides 0 are dense; in_place needs equal ones. */
 static void make(check_case_t *c, testing_rng_t *rng, epmoe_silu_and_mul_args_t kind, bool in_place)
 {
@@ -93,6 +105,21 @@ void check_silu_and_mul(testing_rng_t *rng)
         run_one(rng, kind, false);
         kind.y_stride = kind.x_stride = 2 * kind.width + strides * 4;
         run_one(rng, kind, true);
+    }
+    check_end();
+
+    check_begin("silu_and_mul", "the largest gates");
+    for (int32_t i = 0; i < 4 * 3 * 2; i++) {
+        epmoe_silu_and_mul_args_t kind = EPMOE_SILU_AND_MUL_ARGS_INIT;
+        kind.activation = (epmoe_activation_t)(i % 4);
+        kind.dtype = dtypes[i / 4 % 3];
+        kind.width = i / 12 ? 61 : 136;
+        kind.num_tokens = 5;
+        check_case_t c;
+        make(&c, rng, kind, false);
+        fill_largest(rng, &c.fields[0], kind.width);
+        check_run(&c);
+        check_free(&c);
     }
     check_end();
 
