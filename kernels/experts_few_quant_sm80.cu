@@ -143,6 +143,90 @@ __device__ __forceinline__ work_t find_work(const volatile down_shared_t<kDown> 
     return work;
 }
 
+/* Sums of one product into their places. */
+template <int kDown>
+__device__ __forceinline__ void leave_sums(down_shared_t<kDown> &shared, const few_params_t &p, const float (&acc)[4],
+                                           int32_t first, int32_t part, const int32_t (&bits)[kMembers],
+                                           int32_t vectors)
+{
+    const int32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const int32_t member = lane % 4 * 2 + c % 2;
+        const int32_t to = first + (member ? bits[1] : bits[0]);
+        if (member < vectors) shared.sums[to << p.part_bits | part][lane / 4 + c / 2 * 8] = acc[c];
+    }
+}
+
+__device__ __forceinline__ task_t down_task(const few_params_t &p, int32_t expert, int32_t part)
+{
+    const int32_t stages = stages_with(p.args.intermediate, 0);
+    task_t task = {};
+    task.expert = expert;
+    task.row = (int32_t)blockIdx.x * kColumns;
+    task.first_stage = min(part * p.part_stages, stages);
+    task.end_stage = min(task.first_stage + p.part_stages, stages);
+    return task;
+}
+
+/* What this warp has to do of `down`; false when that was nothing. Warps take parts of groups in turn. */
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ bool down_parts(down_shared_t<kDownWarps> &shared, const few_params_t &p, int32_t num_tokens,
+                                           uint32_t slots)
+{
+    const epmoe_experts_args_t &args = p.args;
+    const int32_t mine = threadIdx.x % 32 / 16; /* of the vectors */
+    bool waits = true;
+    int32_t index = threadIdx.x / 32;
+    for (int32_t first = 0; first < num_tokens * args.top_k; first += 32) {
+        const int32_t count = shared.num_groups[first / 32] << p.part_bits;
+        for (; index < count; index += kDownWarps) {
+            const int32_t group = first + (index >> p.part_bits), part = index & ((1 << p.part_bits) - 1);
+            task_t task = down_task(p, shared.group_experts[group], part);
+            uint32_t members = shared.group_members[group];
+            while (members) {
+                int32_t bits[kMembers];
+                task.vectors = take_members(bits, members);
+                const int32_t bit = mine ? bits[1] : bits[0];
+                task.vector =
+                    mine < task.vectors ? (const uint16_t *)p.h + (int64_t)(first + bit) * args.intermediate : nullptr;
+                float acc[4];
+                multiply<T, kFormat, kGroups>(acc, p, task, slots, waits);
+                waits = false;
+                leave_sums(shared, p, acc, first, part, bits, task.vectors);
+            }
+        }
+        index -= count;
+    }
+    return !waits;
+}
+
+/* Nine warps have fewer registers: what the other one holds during a product is found again after it. */
+template <typename T, epmoe_format_t kFormat, int kGroups>
+__device__ __forceinline__ bool down_parts(down_shared_t<kDownWarpsOfNine> &shared, const few_params_t &p, int32_t,
+                                           uint32_t slots)
+{
+    const int32_t mine = threadIdx.x % 32 / 16, warp = threadIdx.x / 32;
+    int32_t index = warp;
+    for (int32_t round = 0;;) {
+        work_t work = find_work(shared, p, index, round);
+        if (work.expert < 0) return index != warp;
+        if (work.vectors == 0) {
+            index += kDownWarpsOfNine, round = 0;
+            continue;
+        }
+        task_t task = down_task(p, work.expert, work.part);
+        task.vectors = work.vectors;
+        if (mine < work.vectors)
+            task.vector = (const uint16_t *)p.h +
+                          (int64_t)(work.first + (mine ? work.bits[1] : work.bits[0])) * p.args.intermediate;
+        float acc[4];
+        multiply<T, kFormat, kGroups>(acc, p, task, slots, index == warp && round == 0);
+        work = find_work(shared, p, index, round++);
+        leave_sums(shared, p, acc, work.first, work.part, work.bits, work.vectors);
+    }
+}
+
 /* Of an SM: what its registers hold. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <epmoe_format_t kFormat, int kGroups, int kDown>
@@ -159,44 +243,14 @@ __global__ void __launch_bounds__(32 * kDown, kDownBlocks<kFormat, kGroups, kDow
     extern __shared__ __align__(128) char slots[];
     __shared__ down_shared_t<kDown> shared;
     const epmoe_experts_args_t &args = p.args;
-    const int32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const int32_t tid = threadIdx.x;
     const int32_t num_tokens = epmoei_device_tokens(args.num_tokens_dev, args.num_tokens);
     group_slots<down_shared_t<kDown>::kMost, true>(args, shared, num_tokens * args.top_k);
     if (tid == 0) shared.num_tokens = num_tokens;
     __syncthreads();
-
-    const int32_t stages = stages_with(args.intermediate, 0);
-    const int32_t own = lane / 16; /* of the vectors */
-    int32_t index = warp;          /* warps take parts in turn */
-    for (int32_t round = 0;;) {
-        work_t work = find_work(shared, p, index, round);
-        if (work.expert < 0) break;
-        if (work.vectors == 0) {
-            index += kDown, round = 0;
-            continue;
-        }
-        task_t task = {};
-        task.expert = work.expert;
-        task.row = (int32_t)blockIdx.x * kColumns;
-        task.first_stage = min(work.part * p.part_stages, stages);
-        task.end_stage = min(task.first_stage + p.part_stages, stages);
-        task.vectors = work.vectors;
-        if (own < work.vectors)
-            task.vector =
-                (const uint16_t *)p.h + (int64_t)(work.first + (own ? work.bits[1] : work.bits[0])) * args.intermediate;
-        float acc[4];
-        multiply<T, kFormat, kGroups>(acc, p, task,
-                                      ptx_shared_address(slots) + warp * slot<kFormat, kGroups>::kWarpBytes,
-                                      index == warp && round == 0);
-        work = find_work(shared, p, index, round++);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const int32_t member = lane % 4 * 2 + c % 2;
-            const int32_t to = work.first + (member ? work.bits[1] : work.bits[0]);
-            if (member < work.vectors) shared.sums[to << p.part_bits | work.part][lane / 4 + c / 2 * 8] = acc[c];
-        }
-    }
-    if (index == warp) epmoei_begin_dependent(); /* it had nothing to do */
+    if (!down_parts<T, kFormat, kGroups>(shared, p, num_tokens,
+                                         ptx_shared_address(slots) + tid / 32 * slot<kFormat, kGroups>::kWarpBytes))
+        epmoei_begin_dependent();
 
     const int32_t token = tid / kColumns, row = tid % kColumns, col = (int32_t)blockIdx.x * kColumns + row;
     const bool finishes = token < shared.num_tokens && col < args.hidden;

@@ -70,6 +70,10 @@ static char *device_alloc(int64_t bytes)
 void *check_add(check_case_t *c, const char *name, size_t offset, check_kind_t kind, epmoe_dtype_t dtype, int64_t rows,
                 int64_t cols, int32_t alignment)
 {
+    if (c->num_fields == CHECK_MAX_FIELDS) {
+        printf("more than CHECK_MAX_FIELDS fields\n");
+        exit(1);
+    }
     check_field_t *field = &c->fields[c->num_fields++];
     *field = (check_field_t){.name = name,
                              .offset = offset,

@@ -9,7 +9,7 @@
 
 #include <stddef.h>
 
-enum { CHECK_MAX_FIELDS = 16, CHECK_MAX_ARGS_BYTES = 512 };
+enum { CHECK_MAX_FIELDS = 20, CHECK_MAX_ARGS_BYTES = 512 };
 
 typedef struct check_op_t {
     const char *name;
