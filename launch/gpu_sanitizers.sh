@@ -3,6 +3,7 @@
 # logs are left in build/sanitizers/, the summary is a line per run.
 #
 #   launch/gpu_sanitizers.sh [TOOL...]        tools: memcheck racecheck initcheck synccheck (default: all)
+#   JOBS=8 launch/gpu_sanitizers.sh           as many runs at a time; default 1
 #   EPMOE_ARCH=sm80 OPS="grouped_gemm sum" launch/gpu_sanitizers.sh racecheck
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,22 +31,31 @@ if ./build/checkcuda --small topk | grep '^skipped'; then exit 0; fi
 mkdir -p build/sanitizers
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 
-failed=0
+run_one() { # TOOL OP
+    local log=build/sanitizers/$1-$2.log code=0 reason
+    timeout 600 compute-sanitizer --tool "$1" --error-exitcode 9 ./build/checkcuda --small "$2" >"$log" 2>&1 || code=$?
+    reason=$(accepted "$1" "$2")
+    if [ $code -eq 0 ]; then
+        say "$1 $2: clean"
+    elif [ $code -eq 9 ] && [ -n "$reason" ]; then
+        say "$1 $2: $(grep -c 'Error:\|Uninitialized' "$log") reports, accepted: $reason"
+    else
+        say "$1 $2: FAILED ($code), see $log"
+        return 1
+    fi
+}
+
+failed=0 running=0
+await_one() {
+    wait -n || failed=1
+    running=$((running - 1))
+}
 for tool in "${tools[@]}"; do
     for op in "${ops[@]}"; do
-        log=build/sanitizers/$tool-$op.log
-        code=0
-        timeout 600 compute-sanitizer --tool "$tool" --error-exitcode 9 ./build/checkcuda --small "$op" >"$log" 2>&1 ||
-            code=$?
-        reason=$(accepted "$tool" "$op")
-        if [ $code -eq 0 ]; then
-            say "$tool $op: clean"
-        elif [ $code -eq 9 ] && [ -n "$reason" ]; then
-            say "$tool $op: $(grep -c 'Error:\|Uninitialized' "$log") reports, accepted: $reason"
-        else
-            say "$tool $op: FAILED ($code), see $log"
-            failed=1
-        fi
+        [ $running -lt "${JOBS:-1}" ] || await_one
+        run_one "$tool" "$op" &
+        running=$((running + 1))
     done
 done
+while [ $running -gt 0 ]; do await_one; done
 exit $failed
