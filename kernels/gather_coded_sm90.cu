@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(256) gather_coded_kernel(const gather_t g)
 {
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
     epmoei_begin_dependent();
+    if (unit == 0 && blockIdx.y == 0) *g.to.dealt = 0;
     if (unit >= g.k / kUnit) return;
     const bool has_scale = g.steps.block ? unit % kGroup == 0 : unit == 0;
     const int64_t begin = g.expert_offsets ? g.expert_offsets[0] : 0;
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(256) gather_coded_kernel(const gather_t g)
 __global__ void __launch_bounds__(256) spread_scales_kernel(const gather_t g, int32_t rows, int64_t total)
 {
     epmoei_begin_dependent();
+    if (blockIdx.x == 0 && threadIdx.x == 0) *g.to.dealt = 0;
     for (int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; at < total;
          at += (int64_t)gridDim.x * blockDim.x) {
         const int64_t block = at / rows, row = at % rows;

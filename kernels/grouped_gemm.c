@@ -178,7 +178,8 @@ int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args)
 
 typedef struct product_t {
     epmoe_status_t (*run)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
-    epmoe_status_t (*chained)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream); /* or NULL */
+    epmoe_status_t (*chained)(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                              epmoe_stream_t stream); /* or NULL */
     int64_t (*workspace)(const epmoe_grouped_gemm_args_t *args);
 } product_t;
 
@@ -212,7 +213,7 @@ epmoe_status_t epmoe_grouped_gemm_workspace_size(const epmoe_grouped_gemm_args_t
     return EPMOE_OK;
 }
 
-static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, int32_t *dealt, epmoe_stream_t stream)
 {
     epmoe_grouped_gemm_args_t checked;
     product_t product;
@@ -228,17 +229,17 @@ static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, e
         EPMOEI_CHECK(check_rows(&checked));
         EPMOEI_CHECK(check_indices(&checked));
     }
-    return chained && product.chained ? product.chained(&checked, stream) : product.run(&checked, stream);
+    return chained && product.chained ? product.chained(&checked, dealt, stream) : product.run(&checked, stream);
 }
 
 epmoe_status_t epmoe_grouped_gemm(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
-    return run(args, false, stream);
+    return run(args, false, NULL, stream);
 }
 
-epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, int32_t *dealt, epmoe_stream_t stream)
 {
-    return run(args, true, stream);
+    return run(args, true, dealt, stream);
 }
 
 void epmoei_grouped_gemm_widen_row(const epmoe_grouped_gemm_args_t *args, int64_t row, float *to)

@@ -24,8 +24,12 @@ extern "C" {
 epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, epmoe_grouped_gemm_args_t *out);
 
 /* epmoe_grouped_gemm right after the launch that wrote x, which waited for all before it, where everything else was
- * there before that launch: what does not wait for x may begin while it still runs. */
-epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+ * there before that launch: what does not wait for x may begin while it still runs. dealt: a word on the device that is
+ * 0 by the end of that launch, by which blocks may share out their tiles, or NULL; what it holds afterwards means
+ * nothing.
+ */
+epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                                           epmoe_stream_t stream);
 
 /* The row of a quantised weight at which its second half begins, as epmoei_quant_t wants it; 0 = there is none. */
 int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args);
@@ -43,7 +47,8 @@ int64_t epmoei_grouped_gemm_workspace_cpu(const epmoe_grouped_gemm_args_t *args)
 epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_args_t *args);
-epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                                                epmoe_stream_t stream);
 /* What every CUDA tier needs beyond epmoei_grouped_gemm_check: types, K a multiple of 8, alignment. */
 epmoe_status_t epmoei_grouped_gemm_check_cuda(const epmoe_grouped_gemm_args_t *args);
 /* to[r] = the row of x that row r of the sorted order reads; `to` is [max_rows,K] of x_dtype, K a multiple of 8. Rows

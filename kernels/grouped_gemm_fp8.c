@@ -11,6 +11,7 @@ int64_t epmoei_fp8_rows_layout(void *base, int64_t rows, int64_t k, epmoei_fp8_r
     out->stride = epmoei_round_up(rows, 4);
     out->codes = epmoei_carve(&arena, rows * k);
     out->scales = epmoei_carve(&arena, epmoei_ceil_div(k, EPMOEI_FP8_COLUMNS) * out->stride * 4);
+    out->dealt = epmoei_carve(&arena, sizeof *out->dealt);
     return arena.used;
 }
 

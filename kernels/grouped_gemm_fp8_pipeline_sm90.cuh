@@ -3,6 +3,7 @@
 #ifndef EPMOEI_GROUPED_GEMM_FP8_PIPELINE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_FP8_PIPELINE_SM90_CUH
 
+#include "kernels/deal_tiles_sm90.cuh"
 #include "kernels/grouped_gemm_fp8_epilogue_sm90.cuh"
 #include "kernels/grouped_gemm_tiles_sm90.cuh"
 #include "kernels/quantize_fp8.h"
@@ -26,12 +27,15 @@ struct pipeline_t {
     int32_t stages;  /* <= kMostStages */
     int32_t way;     /* fp8_way_t */
     int32_t cluster; /* blocks that share their tokens: 1 or 2 */
+    int32_t k_steps; /* of kTileK columns */
     /* Steps of a shared tile that one warpgroup goes ahead of the other, 0 to leave it to chance. If they went together
      * both would store at once, and nothing would multiply; stages that wait for the second one cannot be filled. */
     int32_t lead;
 };
 
-typedef pipeline_barriers_t<kMostStages, kNotes> barriers_t;
+struct barriers_t : pipeline_barriers_t<kMostStages, kNotes> {
+    deal_t<kMostStages> deal;
+};
 
 /* Byte offsets in shared memory: stages, their scales (tokens', then weights'), staging of the warps, notes, barriers,
  * tile list. */
@@ -71,10 +75,10 @@ struct block_t {
     int32_t scales_each;
     const int32_t *cumulative; /* row tiles of the experts below */
     int64_t tiles;
-    int64_t first_tile;
-    int64_t tile_step;
+    int32_t first_tile;
+    int32_t tile_step;
+    int32_t *dealt;   /* of the rows; NULL: tiles are taken in turn */
     int32_t clusters; /* over the weight rows */
-    int32_t k_steps;
 
     __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
@@ -91,6 +95,16 @@ struct block_t {
     __device__ __forceinline__ int32_t w_block(const tile_t &tile) const
     {
         return tile.cluster * line.cluster + rank();
+    }
+    /* The number of the block's tile `count`. */
+    __device__ __forceinline__ int64_t tile_number(int32_t count) const
+    {
+        return dealt && count > 0 ? barriers->deal.number(count) : first_tile + (int64_t)count * tile_step;
+    }
+    /* At every step of every tile, in one thread. */
+    __device__ __forceinline__ void ask_at(int32_t step) const
+    {
+        if (dealt && rank() == 0 && step == max(0, line.k_steps - kAskAhead)) barriers->deal.ask();
     }
 };
 
@@ -121,12 +135,13 @@ __device__ __forceinline__ tile_t find_tile(const gemm_params_t &p, const block_
     tile.rows = min(b.line.tokens, gemm_expert_offset(p, lo + 1) - tile.row);
     tile.width = tile.rows <= 64 ? (tile.rows + 7) / 8 * 8 : (tile.rows + 15) / 16 * 16;
     tile.cluster = local / row_tiles;
+    tile.alone = row_tiles == 1;
     return tile;
 }
 
 /* The steps of this block's tiles in order, and what the copies of a step need. */
 struct walk_t {
-    int64_t index;
+    int32_t count; /* of tiles entered */
     tile_t tile;
     int32_t step;
     int32_t block; /* of weight rows */
@@ -134,6 +149,7 @@ struct walk_t {
 
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
     {
+        const int64_t index = b.tile_number(count++);
         if (index >= b.tiles) return false;
         tile = find_tile(p, b, index);
         const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
@@ -145,8 +161,7 @@ struct walk_t {
     }
     __device__ __forceinline__ bool advance(const gemm_params_t &p, const block_t &b)
     {
-        if (++step < b.k_steps) return true;
-        index += b.tile_step;
+        if (++step < b.line.k_steps) return true;
         return enter(p, b);
     }
 };

@@ -78,8 +78,7 @@ __device__ __forceinline__ void produce_weight_scales(const gemm_params_t &p, co
     const uint32_t full = ptx_shared_address(b.barriers->full), empty = ptx_shared_address(b.barriers->empty);
     float2 scales = {0.0f, 0.0f};
     ring_t ring = {0, 0};
-    walk_t at;
-    at.index = b.first_tile;
+    walk_t at = {};
     for (bool more = at.enter(p, b); more; more = at.advance(p, b), ring.advance(b.line.stages)) {
         if (at.step % 32 == 0) scales = load_weight_scales(w, at);
         const float first = __shfl_sync(0xFFFFFFFFu, scales.x, at.step % 32);

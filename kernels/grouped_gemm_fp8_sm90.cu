@@ -9,6 +9,7 @@
  * A block holds 256 weight rows and up to 128 tokens in each of its stages of 128 columns. Roles by warp:
  *   producer       one thread starts the copies of weights, codes of tokens and their scales into the stages, running
  *                  ahead into the next tiles; another warp puts the weights' scales beside them
+ *   dealer         gives every cluster its next tile when it is near the end of one (kernels/deal_tiles_sm90.cuh)
  *   scout          a warp that looks up, some tiles ahead, where the rows of a tile go and what they weigh
  *   consumers      two warpgroups. Tiles above 64 tokens are shared, 64 tokens each; smaller ones they take by turns.
  *                  One stores while the other multiplies: in a shared tile one of them is some steps ahead.
@@ -35,8 +36,12 @@ __device__ __forceinline__ void load_weights(const gemm_params_t &p, const block
 {
     const uint32_t done = ptx_shared_address(b.barriers->full) + 8 * ring.stage;
     ptx_mbarrier_arrive_expect(done, kWeightBytes + at.tile.width * kTileK + scale_bytes(at.tile));
-    ptx_tma_load_5d(b.base + ring.stage * b.stage_bytes, w_map, done, at.step * kTileK, p.gated ? 0 : at.block * kTileW,
-                    0, p.gated ? at.block * (kTileW / 16) : 0, at.tile.expert);
+    const uint32_t to = b.base + ring.stage * b.stage_bytes;
+    const int32_t row = p.gated ? 0 : at.block * kTileW, group = p.gated ? at.block * (kTileW / 16) : 0;
+    if (at.tile.alone)
+        ptx_tma_load_once_5d(to, w_map, done, at.step * kTileK, row, 0, group, at.tile.expert);
+    else
+        ptx_tma_load_5d(to, w_map, done, at.step * kTileK, row, 0, group, at.tile.expert);
 }
 
 /* Scales come by the copy that takes bytes: a tile begins at any row, and a box of theirs would then begin off the 16
@@ -63,28 +68,26 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
                                         const CUtensorMap *w_map, const x_maps_t *x_maps)
 {
     const uint32_t empty = ptx_shared_address(b.barriers->empty);
+    const int32_t early = min(b.line.stages, b.line.k_steps); /* of the first tile */
     ring_t ring = {0, 0};
-    walk_t at;
-    at.index = b.first_tile;
-    bool more = at.enter(p, b);
-    int32_t early = 0;
-    for (; more && early < b.line.stages; early++, ring.advance(b.line.stages)) {
+    walk_t at = {};
+    if (!at.enter(p, b)) return;
+    for (; at.step < early; at.step++, ring.advance(b.line.stages))
         if (ptx_elect_one()) load_weights(p, b, at, ring, w_map);
-        more = at.advance(p, b);
-    }
     ring = {0, 0};
-    at.index = b.first_tile;
-    more = at.enter(p, b);
     epmoei_begin_dependent();
-    for (; early > 0; early--, ring.advance(b.line.stages)) {
-        if (ptx_elect_one()) load_tokens(b, x, at, ring, x_maps);
-        more = at.advance(p, b);
-    }
-    for (; more; more = at.advance(p, b), ring.advance(b.line.stages)) {
+    for (at.step = 0; at.step < early; at.step++, ring.advance(b.line.stages))
+        if (ptx_elect_one()) {
+            load_tokens(b, x, at, ring, x_maps);
+            b.ask_at(at.step);
+        }
+    at.step--;
+    for (; at.advance(p, b); ring.advance(b.line.stages)) {
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
         if (ptx_elect_one()) {
             load_weights(p, b, at, ring, w_map);
             load_tokens(b, x, at, ring, x_maps);
+            b.ask_at(at.step);
         }
     }
 }
@@ -96,7 +99,8 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
     const uint32_t full = ptx_shared_address(b.barriers->notes_full),
                    empty = ptx_shared_address(b.barriers->notes_empty);
     ring_t ring = {0, 0};
-    for (int64_t index = b.first_tile;; index += b.tile_step) {
+    for (int32_t count = 0;; count++) {
+        const int64_t index = b.tile_number(count);
         tile_t tile = {};
         if (index < b.tiles) tile = find_tile(p, b, index);
         wait_barrier(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -114,6 +118,17 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
         if (tile.width == 0) return;
         ring.advance(kNotes);
     }
+}
+
+/* One warp: deals tiles, and lets the product that reads y begin at its first. */
+__device__ __forceinline__ void deal(const block_t &b, const epmoei_fp8_rows_t &y)
+{
+    if (threadIdx.x % 32) return;
+    epmoei_wait_for_predecessor(); /* which may have zeroed the one, and still use the other */
+    if (blockIdx.x == 0 && y.dealt) *y.dealt = 0;
+    if (!b.dealt || b.rank() != 0 || b.first_tile >= b.tiles) return;
+    for (int32_t count = 1;; count++)
+        if (b.barriers->deal.deal(count, b.dealt, b.tile_step, b.tiles, b.line.cluster) == b.tiles) return;
 }
 
 /* This warp has read the stage, for `groups` warpgroups: to the barriers of every block whose copies overwrite it. */
@@ -208,7 +223,7 @@ __device__ __forceinline__ void multiply(const block_t &b, const tile_t *tile, c
     for (int i = 0; i < 32; i++) part[0][i] = part[1][i] = 0.0f;
     load_step(b, ring, full, x_at, scales_at, s);
 #pragma unroll 1
-    for (int step = 0; step < b.k_steps; step++) {
+    for (int step = 0; step < b.line.k_steps; step++) {
         const uint32_t w = descriptor_start(b.base + ring.stage * b.stage_bytes);
         const uint32_t w_scales = ptx_shared_address(b.weight_scales_of(ring.stage));
         start_part(part[0], s, w);
@@ -227,7 +242,7 @@ __device__ __forceinline__ void multiply(const block_t &b, const tile_t *tile, c
         release(b, empty + 8 * ring.stage, share.groups);
         if (share.leads && step + 1 == b.line.lead) ptx_named_barrier_arrive<2>(2 * kWarpgroup);
         ring.advance(b.line.stages);
-        if (step + 1 < b.k_steps) load_step(b, ring, full, x_at, scales_at, s);
+        if (step + 1 < b.line.k_steps) load_step(b, ring, full, x_at, scales_at, s);
         add_part<3>(acc, part[1], scale);
     }
 }
@@ -294,7 +309,7 @@ __device__ __forceinline__ void consume(const gemm_params_t &p, const weight_sca
             store_tile(p, y, b.line.way, e, acc);
         } else {
             await_other(group);
-            skip_steps(ring, b.k_steps, b.line.stages);
+            skip_steps(ring, b.line.k_steps, b.line.stages);
         }
         if (!shared) turn ^= 1;
         __syncwarp();
@@ -331,6 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_full[i]), 1);
             ptx_mbarrier_init(ptx_shared_address(&b.barriers->notes_empty[i]), kConsumerWarps);
         }
+        b.barriers->deal.init();
         ptx_fence_barrier_init();
     }
     int32_t *cumulative = (int32_t *)(shared + layout.cumulative);
@@ -338,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     b.clusters = (p.n + kTileW * line.cluster - 1) / kTileW >> (line.cluster - 1);
     b.first_tile = blockIdx.x >> (line.cluster - 1);
     b.tile_step = gridDim.x >> (line.cluster - 1);
-    b.k_steps = (p.k + kTileK - 1) / kTileK;
+    b.dealt = x.dealt;
     b.tiles = (int64_t)gemm_count_tiles<kThreads>(p, line.tokens, cumulative, b.barriers->warp_sums) * b.clusters;
     __syncthreads();
     if (line.cluster > 1) ptx_cluster_sync(); /* the other block's barriers exist */
@@ -351,6 +367,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             scout(p, b);
         else if (threadIdx.x / 32 == 2)
             produce_weight_scales(p, b, w);
+        else
+            deal(b, y);
     } else {
         ptx_setmaxnreg_inc<kConsumerRegisters>();
         consume(p, w, y, b);
@@ -367,11 +385,12 @@ epmoe_status_t choose_pipeline(const epmoe_grouped_gemm_args_t *args, pipeline_t
     const epmoei_fp8_tile_t tile = epmoei_fp8_tile_sm90(args->num_experts, args->max_rows);
     line->tokens = tile.tokens;
     line->cluster = tile.cluster;
+    line->k_steps = (int32_t)epmoei_ceil_div(args->k, kTileK);
     for (line->stages = kMostStages; line->stages > 1; line->stages--) {
         *bytes = shared_layout(*line).cumulative + (args->num_experts + 1) * 4;
         if (*bytes > limit) continue;
         /* In fewer steps than stages a leader could come a second time before the other came once. */
-        line->lead = line->stages > kLead && epmoei_ceil_div(args->k, kTileK) >= line->stages ? kLead : 0;
+        line->lead = line->stages > kLead && line->k_steps >= line->stages ? kLead : 0;
         return EPMOE_OK;
     }
     return epmoei_fail(EPMOE_ERROR_NOT_SUPPORTED, "num_experts is %d: their tiles do not fit shared memory",

@@ -3,7 +3,7 @@
 #ifndef EPMOEI_GROUPED_GEMM_PIPELINE_SM90_CUH
 #define EPMOEI_GROUPED_GEMM_PIPELINE_SM90_CUH
 
-#include "kernels/grouped_gemm_tiles_sm90.cuh"
+#include "kernels/deal_tiles_sm90.cuh"
 #include "kernels/plain_tiles.h"
 
 namespace
@@ -26,7 +26,9 @@ struct pipeline_t {
 };
 
 /* A set for each number of stages. */
-typedef pipeline_barriers_t<kCuts * kMostStages, kNotes> barriers_t;
+struct barriers_t : pipeline_barriers_t<kCuts * kMostStages, kNotes> {
+    deal_t<kMostStages> deal;
+};
 
 /* Byte offsets in shared memory: stages, staging of two warpgroups, notes of kNotes tiles, barriers, tile list. */
 struct shared_layout {
@@ -88,11 +90,23 @@ struct block_t {
     const int32_t *cumulative; /* row tiles of the experts at the places below */
     const int16_t *order;      /* the expert at a place, or NULL */
     int64_t tiles;
-    int64_t first_tile;
-    int64_t tile_step;
+    int32_t first_tile;
+    int32_t tile_step;
     int32_t clusters; /* over the weight rows */
     int32_t rank;     /* in the cluster */
     int32_t k_steps;
+    int32_t *dealt; /* the word by which tiles are dealt; NULL: they are taken in turn */
+
+    /* The number of the block's tile `count`. */
+    __device__ __forceinline__ int64_t tile_number(int32_t count) const
+    {
+        return dealt && count > 0 ? barriers->deal.number(count) : first_tile + (int64_t)count * tile_step;
+    }
+    /* For the next one, in one thread. */
+    __device__ __forceinline__ void ask() const
+    {
+        if (dealt && rank == 0) barriers->deal.ask();
+    }
 
     __device__ __forceinline__ notes_t *notes_of(int32_t i) const { return (notes_t *)(notes + i * notes_bytes); }
     __device__ __forceinline__ int32_t *rows_of(int32_t i) const { return (int32_t *)(notes_of(i) + 1); }
@@ -123,7 +137,7 @@ __device__ __forceinline__ cut_t cut_for(const block_t &b, const tile_t &tile)
 
 /* The steps of this block's tiles in order, and what the copies of a step need. */
 struct walk_t {
-    int64_t index;
+    int32_t count; /* of tiles entered */
     tile_t tile;
     int32_t step;
     int32_t w_row;      /* of the tensor map: plain weight rows, */
@@ -133,12 +147,17 @@ struct walk_t {
     int32_t first;      /* this block's part of the tile's tokens */
     int32_t part;
 
-    /* On the tile at index or the next one that has rows; false behind the last. */
+    /* On the next tile that has rows; false behind the last. The whole warp. */
     __device__ __forceinline__ bool enter(const gemm_params_t &p, const block_t &b)
     {
-        for (; index < b.tiles; index += b.tile_step) {
+        for (;;) {
+            const int64_t index = b.tile_number(count++);
+            if (index >= b.tiles) return false;
             tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
-            if (tile.rows == 0) continue;
+            if (tile.rows == 0) {
+                if (ptx_elect_one()) b.ask();
+                continue;
+            }
             const int32_t block = tile.cluster * b.line.cluster + b.rank;
             const int32_t half = b.line.cluster == 1 ? tile.width : (tile.width / 2 + 7) / 8 * 8;
             step = 0;
@@ -150,12 +169,10 @@ struct walk_t {
             part = b.rank == 0 ? half : tile.width - half;
             return true;
         }
-        return false;
     }
     __device__ __forceinline__ bool advance(const gemm_params_t &p, const block_t &b)
     {
         if (++step < b.k_steps) return true;
-        index += b.tile_step;
         return enter(p, b);
     }
 };

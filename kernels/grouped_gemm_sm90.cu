@@ -32,11 +32,19 @@ __device__ __forceinline__ void load_weights(const block_t &b, const walk_t &at,
     const uint32_t done = cut.full + 8 * ring.stage, to = b.base + ring.stage * cut.bytes;
     if (!at.w_tile) {
         ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width));
-        ptx_tma_load_5d(to, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
+        if (at.tile.alone)
+            ptx_tma_load_once_5d(to, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
+        else
+            ptx_tma_load_5d(to, w_map, done, at.step * kBlockK, at.w_row, 0, at.w_group, at.tile.expert);
         return;
     }
+    const char *const from = at.w_tile + (int64_t)at.step * at.w_bytes;
     ptx_mbarrier_arrive_expect(done, step_bytes(at.tile.width) - kWeightBytes + at.w_bytes);
-    if (at.w_bytes) ptx_bulk_load(to, at.w_tile + (int64_t)at.step * at.w_bytes, at.w_bytes, done);
+    if (at.w_bytes == 0) return;
+    if (at.tile.alone)
+        ptx_bulk_load_once(to, from, at.w_bytes, done);
+    else
+        ptx_bulk_load(to, from, at.w_bytes, done);
 }
 
 __device__ __forceinline__ void load_tokens(const block_t &b, const walk_t &at, const cut_t &cut, const ring_t &ring,
@@ -66,27 +74,25 @@ __device__ __forceinline__ void change_cut(cut_t &cut, const cut_t &next, ring_t
 __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b, const CUtensorMap *w_map,
                                         const x_maps_t *x_maps)
 {
+    const int32_t ask_at = max(0, b.k_steps - kAskAhead);
     ring_t ring = {0, 0};
-    walk_t at;
-    at.index = b.first_tile;
+    walk_t at = {};
     bool more = at.enter(p, b);
     cut_t cut = {};
     if (more) cut = cut_for(b, at.tile);
     if (p.chained) {
-        int32_t early = 0;
-        for (; more && early < cut.stages; early++, ring.advance(cut.stages)) {
-            if (at.step == 0 && cut_for(b, at.tile).stages != cut.stages) break;
+        const int32_t early = more ? min(cut.stages, b.k_steps) : 0; /* of the first tile */
+        for (; at.step < early; at.step++, ring.advance(cut.stages))
             if (ptx_elect_one()) load_weights(b, at, cut, ring, w_map);
-            more = at.advance(p, b);
-        }
         ring = {0, 0};
-        at.index = b.first_tile;
-        more = at.enter(p, b);
         epmoei_begin_dependent();
-        for (; early > 0; early--, ring.advance(cut.stages)) {
-            if (ptx_elect_one()) load_tokens(b, at, cut, ring, x_maps);
-            more = at.advance(p, b);
-        }
+        for (at.step = 0; at.step < early; at.step++, ring.advance(cut.stages))
+            if (ptx_elect_one()) {
+                load_tokens(b, at, cut, ring, x_maps);
+                if (at.step == ask_at) b.ask();
+            }
+        at.step--;
+        more = more && at.advance(p, b);
     }
     for (; more; more = at.advance(p, b), ring.advance(cut.stages)) {
         if (at.step == 0) {
@@ -97,18 +103,25 @@ __device__ __forceinline__ void produce(const gemm_params_t &p, const block_t &b
         if (ptx_elect_one()) {
             load_weights(b, at, cut, ring, w_map);
             load_tokens(b, at, cut, ring, x_maps);
+            if (at.step == ask_at) b.ask();
         }
     }
 }
 
-/* One warp. */
+/* One warp. That of a cluster's first block also deals its tiles. */
 __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t full = ptx_shared_address(b.barriers->notes_full),
                    empty = ptx_shared_address(b.barriers->notes_empty);
     ring_t ring = {0, 0};
-    for (int64_t index = b.first_tile;; index += b.tile_step) {
+    for (int32_t count = 0;; count++) {
+        if (count > 0 && b.dealt && b.rank == 0 && lane == 0) {
+            epmoei_wait_for_predecessor(); /* which zeroed the word */
+            b.barriers->deal.deal(count, b.dealt, b.tile_step, b.tiles, b.line.cluster);
+        }
+        __syncwarp();
+        const int64_t index = b.tile_number(count);
         tile_t tile = {};
         if (index < b.tiles) {
             tile = find_tile(p, b.cumulative, b.order, index, b.clusters);
@@ -295,6 +308,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kMaxN>)
                 ptx_mbarrier_init(ptx_shared_address(&b.barriers->staging[i].empty[part]), 32);
             }
         }
+        b.barriers->deal.init();
         ptx_fence_barrier_init();
     }
     if (!p.chained) epmoei_begin_dependent();
@@ -305,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kMaxN>)
     b.first_tile = blockIdx.x / line.cluster;
     b.tile_step = gridDim.x / line.cluster;
     b.k_steps = (p.k + kBlockK - 1) / kBlockK;
+    b.dealt = p.dealt;
     int16_t *order = line.ordered ? (int16_t *)(cumulative + p.num_experts + 1) : nullptr;
     b.order = order;
     if (order) order_experts(p, line.max_n, order, order + p.num_experts);
@@ -351,12 +366,19 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
     return !args->x_sorted && (args->row_index || args->x_row_divisor > 1);
 }
 
+/* What a call knows of the launch before it. */
+struct chain_t {
+    bool chained;   /* it wrote x, and waited for all before it */
+    int32_t *dealt; /* and zeroed this word, or NULL */
+};
+
 template <typename T, int kMaxN>
-epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained, const void *x, int64_t x_rows,
+epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, chain_t chain, const void *x, int64_t x_rows,
                              const pipeline_t &line, int32_t bytes, epmoe_stream_t stream)
 {
     gemm_params_t p = gemm_params(args);
-    p.chained = chained;
+    p.chained = chain.chained;
+    if (epmoei_grouped_gemm_deals_sm90(args->num_experts, args->max_rows, args->k)) p.dealt = chain.dealt;
     void (*kernel)(gemm_params_t, pipeline_t, CUtensorMap, x_maps_t) = grouped_gemm_kernel<T, kMaxN>;
     CUtensorMap w_map = {};
     x_maps_t x_maps;
@@ -372,7 +394,7 @@ epmoe_status_t launch_kernel(const epmoe_grouped_gemm_args_t *args, bool chained
                               "grouped_gemm_sm90");
 }
 
-template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
+template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *args, chain_t chain, epmoe_stream_t stream)
 {
     const void *x = args->x;
     int64_t x_rows = args->x_sorted ? args->max_rows : args->num_slots;
@@ -387,9 +409,9 @@ template <typename T> epmoe_status_t launch(const epmoe_grouped_gemm_args_t *arg
     pipeline_t line;
     line.way = epilogue_way(args);
     if (max_n <= kNarrow && line.way != WAY_ANY && choose_pipeline(args, max_n, half, &line, &bytes))
-        return launch_kernel<T, kNarrow>(args, chained, x, x_rows, line, bytes, stream);
+        return launch_kernel<T, kNarrow>(args, chain, x, x_rows, line, bytes, stream);
     while (!choose_pipeline(args, max_n, whole, &line, &bytes)) max_n -= 32;
-    return launch_kernel<T, kWide>(args, chained, x, x_rows, line, bytes, stream);
+    return launch_kernel<T, kWide>(args, chain, x, x_rows, line, bytes, stream);
 }
 
 /* Groups of 8 gate and 8 up rows must be whole; others are the sm80 kernel's. */
@@ -406,7 +428,7 @@ extern "C" int64_t epmoei_grouped_gemm_workspace_sm90(const epmoe_grouped_gemm_a
     return (int64_t)args->max_rows * args->k * 2;
 }
 
-static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, epmoe_stream_t stream)
+static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, chain_t chain, epmoe_stream_t stream)
 {
     EPMOEI_CHECK(epmoei_grouped_gemm_check_cuda(args));
     if (!is_supported(args)) return epmoei_grouped_gemm_sm80(args, stream);
@@ -415,17 +437,18 @@ static epmoe_status_t run(const epmoe_grouped_gemm_args_t *args, bool chained, e
         return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "workspace is %p with workspace_bytes %lld: expected %lld",
                            args->workspace, (long long)args->workspace_bytes, (long long)bytes);
     EPMOEI_CHECK_ALIGNED(args->workspace, 16);
-    chained = chained || needs_gather(args); /* the pass that brings x's rows waits for all before it */
-    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, chained, stream)
-                                       : launch<__half>(args, chained, stream);
+    chain.chained |= needs_gather(args); /* the pass that brings x's rows waits for all before it */
+    return args->x_dtype == EPMOE_BF16 ? launch<__nv_bfloat16>(args, chain, stream)
+                                       : launch<__half>(args, chain, stream);
 }
 
 extern "C" epmoe_status_t epmoei_grouped_gemm_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
 {
-    return run(args, false, stream);
+    return run(args, {false, nullptr}, stream);
 }
 
-extern "C" epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream)
+extern "C" epmoe_status_t epmoei_grouped_gemm_chained_sm90(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                                                           epmoe_stream_t stream)
 {
-    return run(args, true, stream);
+    return run(args, {true, dealt}, stream);
 }

@@ -37,6 +37,12 @@ int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows, in
     return (int32_t)epmoei_max64(kLeast, epmoei_round_up((int64_t)ceil(most), kStep));
 }
 
+bool epmoei_grouped_gemm_deals_sm90(int32_t num_experts, int64_t max_rows, int32_t k)
+{
+    enum { kLeastRows = 8 * 256, kLeastColumns = 4096 };
+    return max_rows / num_experts >= kLeastRows && k >= kLeastColumns;
+}
+
 int32_t epmoei_grouped_gemm_width_w4_sm90(int32_t num_experts, int64_t max_rows)
 {
     enum { kLeast = 16, kMost = 256, kStep = 16 };

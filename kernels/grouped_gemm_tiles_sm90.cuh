@@ -29,12 +29,13 @@ struct tile_t {
     int32_t width;   /* rows rounded up to a width that is compiled */
     int32_t cluster; /* which of the clusters over the weight rows */
     int32_t widest;  /* of the expert's tiles, where rows are cut evenly */
+    int32_t alone;   /* the expert's only one: nobody else reads these weights */
 };
 
 /* What the scout hands to the consumers; the arrays of max_n follow. */
 struct notes_t {
     tile_t tile;        /* width 0: no more tiles */
-    int32_t padding[2]; /* the scales behind it are read 16 bytes at a time */
+    int32_t padding[1]; /* the scales behind it are read 16 bytes at a time */
 };
 static_assert(sizeof(notes_t) % 16 == 0, "alignment of what follows");
 
@@ -69,6 +70,7 @@ __device__ __forceinline__ tile_t find_even_tile(const gemm_params_t &p, const i
     tile.widest = each;
     tile.width = round_width(tile.rows);
     tile.cluster = local / row_tiles;
+    tile.alone = row_tiles == 1;
     return tile;
 }
 

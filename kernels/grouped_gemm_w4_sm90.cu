@@ -65,9 +65,12 @@ template <kind_t kKind, typename Cut> struct copies_t {
         const int32_t count = kind == 0 ? at.blocks : kind == 1 || w.zeros ? at.groups : 0;
         const uint32_t in_tile = kind == 0 ? w.blocks : w.groups, first = kind == 0 ? at.block : at.group;
         const int64_t from = (at.w_tile + w_place) * in_tile + first;
-        if (w_place < at.w_tiles && count)
-            ptx_bulk_load(b.base + ring.stage * b.line.layout.stage_bytes + target, source + from * unit, count * unit,
-                          done);
+        const uint32_t to = b.base + ring.stage * b.line.layout.stage_bytes + target;
+        if (w_place >= at.w_tiles || count == 0) return;
+        if (at.tile.alone)
+            ptx_bulk_load_once(to, source + from * unit, count * unit, done);
+        else
+            ptx_bulk_load(to, source + from * unit, count * unit, done);
     }
     __device__ __forceinline__ void load_tokens(const block_t &b, const at_t &at, const ring_t &ring,
                                                 const x_maps_t *x_maps) const
@@ -466,7 +469,7 @@ extern "C" epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_a
     return run(args, false, stream);
 }
 
-extern "C" epmoe_status_t epmoei_grouped_gemm_w4_chained_sm90(const epmoe_grouped_gemm_args_t *args,
+extern "C" epmoe_status_t epmoei_grouped_gemm_w4_chained_sm90(const epmoe_grouped_gemm_args_t *args, int32_t *,
                                                               epmoe_stream_t stream)
 {
     return run(args, true, stream);

@@ -24,7 +24,8 @@ typedef struct epmoei_kernel_table_t {
     epmoe_status_t (*unpermute)(const epmoe_unpermute_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*grouped_gemm)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
     /* For epmoei_grouped_gemm_chained; NULL where grouped_gemm serves. */
-    epmoe_status_t (*grouped_gemm_chained)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*grouped_gemm_chained)(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                                           epmoe_stream_t stream);
     int64_t (*grouped_gemm_workspace)(const epmoe_grouped_gemm_args_t *args);
     int64_t (*align_workspace)(const epmoe_align_args_t *args);
     epmoe_status_t (*silu_and_mul)(const epmoe_silu_and_mul_args_t *args, epmoe_stream_t stream);
@@ -47,7 +48,8 @@ typedef struct epmoei_kernel_table_t {
      * (kernels/scatter_rows.h). */
     epmoe_status_t (*scatter_rows)(const struct epmoei_scatter_rows_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*grouped_gemm_w4)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
-    epmoe_status_t (*grouped_gemm_w4_chained)(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+    epmoe_status_t (*grouped_gemm_w4_chained)(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
+                                              epmoe_stream_t stream);
     int64_t (*grouped_gemm_w4_workspace)(const epmoe_grouped_gemm_args_t *args);
     epmoe_status_t (*quantize_fp8)(const epmoe_quantize_fp8_args_t *args, epmoe_stream_t stream);
     epmoe_status_t (*dequant)(const epmoe_dequant_args_t *args, epmoe_stream_t stream);

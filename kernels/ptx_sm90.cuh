@@ -55,6 +55,18 @@ __device__ __forceinline__ bool ptx_mbarrier_try_wait(uint32_t barrier, uint32_t
     return done != 0;
 }
 
+/* The same, behind which what other blocks of the cluster wrote before they arrived is seen. */
+__device__ __forceinline__ bool ptx_mbarrier_try_wait_cluster(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 /* Ordinary writes to shared memory by this thread before, the tensor cores' and copy engine's accesses after. */
 __device__ __forceinline__ void ptx_fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -73,6 +85,17 @@ __device__ __forceinline__ void ptx_tma_load_5d(uint32_t shared, const void *map
 {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
                  "%6, %7}], [%2];" ::"r"(shared),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
+/* The same of what nobody reads again: it is the first that the L2 cache gives up. */
+__device__ __forceinline__ void ptx_tma_load_once_5d(uint32_t shared, const void *map, uint32_t barrier, int32_t c0,
+                                                     int32_t c1, int32_t c2, int32_t c3, int32_t c4)
+{
+    asm volatile("{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+                 "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1, {%3, %4, %5, %6, %7}], [%2], once;\n}" ::"r"(shared),
                  "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
@@ -118,6 +141,18 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_at(uint32_t barrier, uint32_
                  : "memory");
 }
 
+/* A word into the same place of block `block`, seen by who waits there with ptx_mbarrier_try_wait_cluster for the
+ * barrier at which this then arrives. */
+__device__ __forceinline__ void ptx_store_and_arrive_at(uint32_t shared, uint32_t word, uint32_t barrier,
+                                                        uint32_t block)
+{
+    asm volatile("{\n.reg .b32 place, remote;\nmapa.shared::cluster.u32 place, %0, %3;\n"
+                 "mapa.shared::cluster.u32 remote, %2, %3;\nst.shared::cluster.u32 [place], %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(shared),
+                 "r"(word), "r"(barrier), "r"(block)
+                 : "memory");
+}
+
 /* The address in the cluster of the same place in block `block`. */
 __device__ __forceinline__ uint32_t ptx_cluster_address(uint32_t shared, uint32_t block)
 {
@@ -141,6 +176,18 @@ __device__ __forceinline__ void ptx_bulk_load(uint32_t shared, const void *globa
 {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+/* The same of what nobody reads again: it is the first that the L2 cache gives up. */
+__device__ __forceinline__ void ptx_bulk_load_once(uint32_t shared, const void *global, uint32_t bytes,
+                                                   uint32_t barrier)
+{
+    asm volatile(
+        "{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+        "once;\n}" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
 }

@@ -17,6 +17,7 @@ struct quantize_t {
     const void *x;
     uint8_t *codes;
     float *scales;
+    int32_t *dealt;
     const int32_t *expert_offsets;
     const int32_t *row_index;
     const int32_t *num_rows_dev;
@@ -53,6 +54,7 @@ template <typename T> __global__ void __launch_bounds__(256) quantize_rows_kerne
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
     epmoei_wait_for_predecessor();
     epmoei_allow_dependent();
+    if (unit == 0 && blockIdx.y == 0) *q.dealt = 0;
     if (unit >= (q.k + 127) / 128 * kGroup) return; /* whole groups */
     const int32_t units = q.k / kUnit;
     const int32_t begin = q.expert_offsets ? q.expert_offsets[0] : 0;
@@ -86,6 +88,7 @@ extern "C" epmoe_status_t epmoei_quantize_rows_sm90(const epmoe_grouped_gemm_arg
     q.codes = to->codes;
     q.scales = to->scales;
     q.stride = to->stride;
+    q.dealt = to->dealt;
     q.expert_offsets = args->expert_offsets;
     q.row_index = args->row_index;
     q.num_rows_dev = args->num_rows_dev;

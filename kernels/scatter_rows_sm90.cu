@@ -19,6 +19,7 @@ struct scatter_t {
     int32_t num_tokens;
     int32_t top_k;
     int32_t units; /* 16-byte pieces of a row of x */
+    int32_t *dealt;
     uint4 *rows;
     epmoei_fp8_rows_t quantised;
 };
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(256) scatter_rows_kernel(const scatter_t s)
 {
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x), first = blockIdx.y * kTokensInFlight;
     epmoei_begin_dependent();
+    if (unit < 2 && blockIdx.y == 0 && s.dealt) s.dealt[unit] = 0;
     if (unit >= s.units) return;
     uint4 piece[kTokensInFlight];
 #pragma unroll
@@ -71,6 +73,7 @@ template <typename T> __global__ void __launch_bounds__(256) scatter_quantised_k
     const int32_t unit = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x), first = blockIdx.y * kTokens;
     const uint32_t lanes = 0xFFu << (threadIdx.x & 24);
     epmoei_begin_dependent();
+    if (unit == 0 && blockIdx.y == 0) *s.quantised.dealt = 0;
     if (unit >= (s.units + 15) / 16 * kGroup) return; /* whole groups */
     uint4 piece[kTokens][2];
 #pragma unroll
@@ -119,6 +122,7 @@ extern "C" epmoe_status_t epmoei_scatter_rows_sm90(const epmoei_scatter_rows_arg
     scatter_t s = {};
     s.x = (const uint4 *)args->x;
     s.places = args->places;
+    s.dealt = args->dealt;
     s.num_tokens_dev = args->num_tokens_dev;
     s.num_tokens = args->num_tokens;
     s.top_k = args->top_k;

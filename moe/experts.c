@@ -22,6 +22,7 @@ typedef struct plan_t {
     int32_t *num_post_padded;
     int32_t *expert_offsets; /* [E+1] */
     int32_t *places;         /* [chunk*k], or NULL: nothing is scattered */
+    int32_t *dealt;          /* [2], with places: the words by which the two products may deal their tiles */
     void *h;                 /* [chunk*k, f] of dtype */
     bool h_quantised;        /* h_rows in place of h */
     epmoei_fp8_rows_t h_rows;
@@ -163,7 +164,7 @@ static epmoe_status_t plan_layout(char *base, const epmoe_experts_args_t *args, 
     plan->expert_offsets = epmoei_carve(&arena, ((int64_t)args->num_experts + 1) * 4);
     if (kernels->scatter_rows && plan->chunk_tokens <= EPMOEI_SCATTER_MOST_TOKENS &&
         wants_sorted(&gemm1, gemm1_bytes, plan))
-        plan->places = epmoei_carve(&arena, slots * 4);
+        plan->places = epmoei_carve(&arena, slots * 4), plan->dealt = epmoei_carve(&arena, 2 * 4);
     int64_t h_bytes = plan->h_quantised ? epmoei_fp8_rows_layout(NULL, slots, args->intermediate, &plan->h_rows)
                                         : slots * args->intermediate * epmoe_dtype_size(args->dtype);
     plan->h = epmoei_carve(&arena, h_bytes);
@@ -257,6 +258,7 @@ static epmoe_status_t scatter(epmoe_grouped_gemm_args_t *args, const int32_t *nu
     rows.dtype = args->x_dtype;
     rows.x = args->x;
     rows.places = plan->places;
+    rows.dealt = plan->dealt;
     if (quantised)
         rows.quantised = *quantised;
     else
@@ -277,7 +279,7 @@ static epmoe_status_t run_gemm1(epmoe_grouped_gemm_args_t *args, const int32_t *
     if (!plan->h_quantised) {
         if (!placed) return epmoe_grouped_gemm(args, stream);
         EPMOEI_CHECK(scatter(args, num_tokens_dev, plan, kernels, NULL, stream));
-        return epmoei_grouped_gemm_chained(args, stream);
+        return epmoei_grouped_gemm_chained(args, plan->dealt, stream);
     }
     epmoe_grouped_gemm_args_t checked;
     epmoei_fp8_rows_t x;
@@ -290,10 +292,11 @@ static epmoe_status_t run_gemm1(epmoe_grouped_gemm_args_t *args, const int32_t *
     return kernels->grouped_gemm_fp8_rows(&checked, &x, &plan->h_rows, stream);
 }
 
-static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, const plan_t *plan,
+/* `placed`: as it was for run_gemm1, before this. */
+static epmoe_status_t run_gemm2(const epmoe_grouped_gemm_args_t *args, bool placed, const plan_t *plan,
                                 const epmoei_kernel_table_t *kernels, epmoe_stream_t stream)
 {
-    if (!plan->h_quantised) return epmoei_grouped_gemm_chained(args, stream);
+    if (!plan->h_quantised) return epmoei_grouped_gemm_chained(args, placed ? plan->dealt + 1 : NULL, stream);
     epmoe_grouped_gemm_args_t checked;
     EPMOEI_CHECK(epmoei_grouped_gemm_check(args, &checked));
     EPMOEI_CHECK(epmoei_grouped_gemm_quant_check_cuda(&checked));
@@ -304,6 +307,7 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const epmoei_
                                  bool aligned, const epmoei_kernel_table_t *kernels, epmoe_stream_t stream,
                                  epmoei_stages_t *stages)
 {
+    const bool placed = aligned && plan->places;
     for (int32_t first = 0; first < args->num_tokens; first += plan->chunk_tokens) {
         int32_t tokens = (int32_t)epmoei_min64(plan->chunk_tokens, args->num_tokens - first);
         epmoe_align_args_t align = align_args(args, plan, first, tokens);
@@ -311,11 +315,11 @@ static epmoe_status_t run_chunks(const epmoe_experts_args_t *args, const epmoei_
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_ALIGN));
 
         epmoe_grouped_gemm_args_t gemm1 = gemm1_args(args, plan, first, tokens);
-        EPMOEI_CHECK(run_gemm1(&gemm1, args->num_tokens_dev, codes, aligned && plan->places, plan, kernels, stream));
+        EPMOEI_CHECK(run_gemm1(&gemm1, args->num_tokens_dev, codes, placed, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM1));
 
         epmoe_grouped_gemm_args_t gemm2 = gemm2_args(args, plan, first, tokens);
-        EPMOEI_CHECK(run_gemm2(&gemm2, plan, kernels, stream));
+        EPMOEI_CHECK(run_gemm2(&gemm2, placed, plan, kernels, stream));
         EPMOEI_CHECK(epmoei_stages_end(stages, EPMOE_STAGE_GEMM2));
 
         epmoe_sum_args_t sum = EPMOE_SUM_ARGS_INIT;

@@ -389,6 +389,8 @@ Test(grouped_gemm, tile_choice)
     for (size_t i = 0; i < sizeof tall / sizeof tall[0]; i++)
         cr_expect_eq(epmoei_grouped_gemm_rows_sm80(tall[i].experts, tall[i].rows, tall[i].n, 132), tall[i].most,
                      "case %zu", i);
+    cr_expect(epmoei_grouped_gemm_deals_sm90(8, 16384, 4096) && epmoei_grouped_gemm_deals_sm90(1, INT32_MAX, 14336));
+    cr_expect(!epmoei_grouped_gemm_deals_sm90(8, 16383, 4096) && !epmoei_grouped_gemm_deals_sm90(8, 16384, 4088));
     for (int64_t rows = 1, last = 0; rows < INT32_MAX; rows += rows / 3 + 1) {
         int32_t width = epmoei_grouped_gemm_width_sm90(60, rows, 64, 64);
         cr_expect(width >= 64 && width <= 256 && width % 64 == 0 && width >= last, "%lld rows: %d", (long long)rows,

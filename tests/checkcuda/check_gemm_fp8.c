@@ -316,6 +316,30 @@ static void check_first_rows(testing_rng_t *rng)
     check_end();
 }
 
+/* More tiles a block than the places through which their numbers pass, each of one step or of few. */
+static void check_dealt(testing_rng_t *rng)
+{
+    check_begin(op.name, "many tiles a block");
+    for (int32_t i = 0; i < (check_small ? 1 : 6); i++) {
+        const bool wide = i % 3 == 2;
+        const int32_t narrow_tokens = check_small ? 2000 : 20000, narrow_experts = check_small ? 700 : 1500;
+        shape_t shape = {.tokens = wide ? 90000 : narrow_tokens,
+                         .top_k = 1,
+                         .experts = wide ? 2 : narrow_experts,
+                         .n = i < 3 ? 264 : 272,
+                         .k = i % 3 == 1 ? 272 : 64,
+                         .dtype = EPMOE_BF16,
+                         .y_dtype = EPMOE_BF16,
+                         .scales_dtype = EPMOE_F32,
+                         .activation = i < 3 ? EPMOE_ACTIVATION_NONE : EPMOE_ACTIVATION_SILU,
+                         .layout = EPMOE_LAYOUT_PACKED,
+                         .x_sorted = wide,
+                         .x_quant = wide ? i == 2 ? EPMOE_GRANULARITY_BLOCK128 : EPMOE_GRANULARITY_TOKEN : 0};
+        run_one(rng, &shape);
+    }
+    check_end();
+}
+
 /* The tiles of many tokens, and clusters of two over an odd number of blocks of weight rows. */
 static void check_many_rows(testing_rng_t *rng)
 {
@@ -587,6 +611,7 @@ void check_gemm_fp8(testing_rng_t *rng)
     if (strcmp(epmoe_backend_arch(EPMOE_BACKEND_CUDA), "sm90")) return; /* no other tier computes this */
     check_shapes(rng);
     check_first_rows(rng);
+    check_dealt(rng);
     check_many_rows(rng);
     check_walks(rng);
     check_epilogues(rng);
