@@ -1,4 +1,4 @@
-#include "moe/layer.h"
+#include "moe/layer_joined.h"
 
 #include "base/device.h"
 #include "base/dtype.h"

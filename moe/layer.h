@@ -70,19 +70,6 @@ typedef struct epmoei_matrix_sizes_t {
 epmoei_matrix_sizes_t epmoei_matrix_sizes(epmoe_backend_t backend, epmoe_format_t format,
                                           const epmoei_pack_shape_t *pack, int64_t rows, int64_t cols, bool halves);
 
-/* Whether the shared expert of weights that the layer owns runs as one more of the routed experts, which every token
- * takes in slot k with weight 1, in their launches. So it does on CUDA with one rank where it is as wide as they are,
- * has no gate and their formats, neither a placement nor a wire dtype nor biases make the routed ones differ from it,
- * and k+1 slots and E+1 experts are what the kernels hold. Elsewhere it has launches of its own. */
-bool epmoei_layer_joins_shared(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
-                               const epmoei_layer_formats_t *formats);
-/* Whether it does so in a call of so many tokens: always, but for 4-bit weights and 65 to 256 tokens. Tiles are as wide
- * as the routed experts need, which is little there, and the shared expert's weights would be brought to bf16 once for
- * each of its many; from 512 tokens on that is no more. */
-bool epmoei_layer_joins_tokens(const epmoei_packed_weights_t *weights, int32_t num_tokens);
-/* Whether it does so in every call of at most so many. */
-bool epmoei_layer_joins_always(const epmoei_packed_weights_t *weights, int32_t max_tokens);
-
 /* The formats of a layer whose weights all are in config's weight_format. */
 epmoei_layer_formats_t epmoei_layer_config_formats(const epmoe_layer_config_t *config);
 

@@ -1,4 +1,4 @@
-#include "moe/layer.h"
+#include "moe/layer_joined.h"
 
 #include "base/device.h"
 #include "base/dtype.h"
@@ -359,15 +359,6 @@ static epmoe_status_t place_ids(const forward_t *forward)
     return epmoei_place_ids(layer->backend, &place, forward->stream);
 }
 
-/* One more slot and expert, in the arrays of the others. */
-static void join_shared(const epmoe_layer_t *layer, epmoe_experts_args_t *experts)
-{
-    experts->top_k++;
-    experts->num_experts++;
-    experts->ids = layer->workspace.joined_ids;
-    experts->weights = layer->workspace.joined_weights;
-}
-
 /* One rank: the experts write y themselves. */
 static epmoe_status_t run_local(forward_t *forward)
 {
@@ -383,7 +374,7 @@ static epmoe_status_t run_local(forward_t *forward)
     epmoe_experts_args_t experts =
         experts_args(layer, args->num_tokens, x, ids, forward->weights, layer->config.dtype, args->y);
     if (epmoei_layer_joins_tokens(&layer->weights, args->num_tokens))
-        join_shared(layer, &experts);
+        epmoei_layer_join_experts(layer, &experts);
     else if (layer->config.shared_intermediate)
         experts.addend = workspace->shared;
     experts.residual = args->residual;

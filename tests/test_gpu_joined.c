@@ -1,6 +1,6 @@
 /* The shared expert in a slot of the routed ones: against the CPU, where it is summed apart, and against double
  * precision; what a caller sees of the slots is the router's alone. */
-#include "moe/layer.h"
+#include "moe/layer_joined.h"
 #include "tests/gpu_layer_case.h"
 
 #include <criterion/criterion.h>

@@ -2,7 +2,7 @@
  * plans it, which takes no device. */
 #include "base/device.h"
 #include "base/dtype.h"
-#include "moe/layer.h"
+#include "moe/layer_joined.h"
 #include "tests/testing.h"
 
 #include <criterion/criterion.h>
