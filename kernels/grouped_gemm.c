@@ -138,15 +138,26 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
     return EPMOE_OK;
 }
 
+/* Of x that is codes, with so many rows. */
+static double x_scales(const epmoe_grouped_gemm_args_t *args, double x_rows)
+{
+    switch (args->x_quant) {
+    case EPMOE_GRANULARITY_TENSOR: return x_rows > 0;
+    case EPMOE_GRANULARITY_TOKEN: return x_rows;
+    case EPMOE_GRANULARITY_BLOCK128: return x_rows * (double)epmoei_ceil_div(args->k, EPMOEI_FP8_COLUMNS);
+    default: return 0;
+    }
+}
+
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows)
 {
     double weight = (double)args->n * args->k;
     double weight_bytes = epmoei_weight_bytes(&args->weight, 1, args->n, args->k);
     double n_out = epmoei_activation_is_gated(args->activation) ? args->n / 2 : args->n;
+    double x_rows = (double)rows / args->x_row_divisor;
     return (epmoei_floor_t){
-        .bytes = active_experts * weight_bytes +
-                 (double)rows * (args->k * (double)epmoe_dtype_size(args->x_dtype) / args->x_row_divisor +
-                                 n_out * epmoe_dtype_size(args->y_dtype)),
+        .bytes = active_experts * weight_bytes + x_rows * args->k * (double)epmoe_dtype_size(args->x_dtype) +
+                 4 * x_scales(args, x_rows) + (double)rows * n_out * (double)epmoe_dtype_size(args->y_dtype),
         .flops = 2.0 * (double)rows * weight,
     };
 }

@@ -36,7 +36,7 @@ int64_t epmoei_grouped_gemm_second_half(const epmoe_grouped_gemm_args_t *args);
 /* The values [K] of a row of x that is codes, on the host. */
 void epmoei_grouped_gemm_widen_row(const epmoe_grouped_gemm_args_t *args, int64_t row, float *to);
 
-/* The least work: each active expert's weights once, each row once. */
+/* The least work: each active expert's weights once, each row once, with its scales where x is codes. */
 epmoei_floor_t epmoei_grouped_gemm_floor(const epmoe_grouped_gemm_args_t *args, int32_t active_experts, int64_t rows);
 
 epmoe_status_t epmoei_grouped_gemm_ref(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);

@@ -65,6 +65,36 @@ Test(gemm_fp8, what_the_wgmma_kernel_takes)
     }
 }
 
+/* 2 of 3 experts of [40,272] codes with a scale per row, 10 slots of 5 rows of x, fp32 y. */
+Test(gemm_fp8, floor_by_hand)
+{
+    static const struct {
+        epmoe_granularity_t quant;
+        double x_bytes;
+    } cases[] = {{0, 5 * 272 * 2},
+                 {EPMOE_GRANULARITY_TENSOR, 5 * 272 + 4},
+                 {EPMOE_GRANULARITY_TOKEN, 5 * (272 + 4)},
+                 {EPMOE_GRANULARITY_BLOCK128, 5 * (272 + 3 * 4)}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        epmoe_grouped_gemm_args_t args = product(40, 272, EPMOE_ACTIVATION_NONE, EPMOE_LAYOUT_PACKED, -1), checked;
+        args.num_experts = 3, args.max_rows = 10, args.x_row_divisor = 2;
+        args.x = args.y = args.workspace = &checked, args.y_dtype = EPMOE_F32;
+        args.expert_offsets = (const int32_t[]){0, 4, 4, 10};
+        args.weight.data = args.weight.scales = &checked, args.weight.scales_dtype = EPMOE_F32;
+        args.weight.group_rows = 1;
+        if (cases[i].quant) {
+            args.fp8_activations = 0, args.x_dtype = EPMOE_F8_E4M3;
+            args.x_quant = cases[i].quant, args.x_scale = (const float *)&checked;
+        }
+        cr_assert_eq(epmoei_grouped_gemm_check(&args, &checked), EPMOE_OK, "%s", epmoe_last_error());
+        const epmoei_floor_t least = epmoei_grouped_gemm_floor(&checked, 2, 10);
+        cr_expect_eq(least.bytes, 2 * 40 * (272 + 4) + cases[i].x_bytes + 10 * 40 * 4, "x_quant %d: %g bytes",
+                     (int)cases[i].quant, least.bytes);
+        cr_expect_eq(least.flops, 2.0 * 10 * 40 * 272);
+        if (cases[i].quant) cr_expect_eq(epmoei_grouped_gemm_floor(&checked, 0, 0).bytes, 0);
+    }
+}
+
 Test(gemm_fp8, products_that_keep_h_quantised)
 {
     epmoe_grouped_gemm_args_t up = product(512, 128, EPMOE_ACTIVATION_SILU, EPMOE_LAYOUT_PACKED, 0);

@@ -391,7 +391,7 @@ typedef enum epmoe_granularity_t {
  * fp8_activations and x of F8_E4M3 need on CUDA compute capability 9.0, K (gated: N too) a multiple of 16, and a
  * group_size of -1 with any group_rows, or a multiple of 128 with as many group_rows; with GATE_FIRST up rows begin
  * with a block.
- * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b; flops = 2*R*N*K. */
+ * Floor: bytes = active experts*N*K*b + R*K*b + R*N_out*b, and the scales; flops = 2*R*N*K. */
 typedef struct epmoe_grouped_gemm_args_t {
     size_t struct_size;
     epmoe_backend_t backend;
