@@ -48,7 +48,7 @@ typedef struct epmoei_route_args_t {
 enum { EPMOEI_ROUTE_ALIGN_EXPERTS = 512 };
 
 /* Whether a call of these sizes does the align too; otherwise it leaves those outputs alone. num_experts: those to
- * choose from; slots: of a token. */
+ * choose from; slots: of a token. Never of more than 2^21 tokens. */
 bool epmoei_route_aligns(int32_t num_tokens, int32_t num_experts, int32_t slots);
 /* Does not fall with num_tokens, so that the workspace of many tokens does for fewer. */
 int64_t epmoei_route_workspace(int32_t num_tokens, int32_t num_experts, int32_t hidden);

@@ -165,6 +165,10 @@ __device__ __forceinline__ void choose_row(const route_params_t &p, int64_t row,
 
 /* --------------------------------------------------------------------------------------------------------- order */
 
+/* Slots, places and what a loop over them steps beyond are int32 here: epmoei_route_aligns takes no group above 2^14
+ * tokens, and there are 2^7 groups at most. So there are 2^21 tokens and, of EPMOE_MAX_TOP_K slots each, 2^26 slots at
+ * most, and 2^16 threads in all. */
+
 /* Sum over the threads below. All threads call; *total is the sum over all. */
 __device__ __forceinline__ int32_t scan_block(int32_t own, int32_t *total)
 {

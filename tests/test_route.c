@@ -139,4 +139,11 @@ Test(route, sizes)
     cr_assert_eq(epmoei_route_counts_bytes(8), 128 * 4 * 4);
     cr_assert(epmoei_route_aligns(100, 8, 2) && !epmoei_route_aligns(100, 513, 2));
     cr_assert(!epmoei_route_aligns(1 << 30, 8, 2));
+    /* What the kernel's int32 products rely on: 128 groups of 2^14 tokens at most, however few experts there are. */
+    for (int32_t e = 1; e <= 512; e++) {
+        const int32_t slots = epmoei_min64(e, EPMOE_MAX_TOP_K - 1) + 1;
+        cr_assert_eq(epmoei_route_aligns(1 << 21, e, slots), e <= 16, "%d experts", e);
+        for (int32_t t = (1 << 21) + 1; t > 0; t = t < INT32_MAX / 2 ? 2 * t : t < INT32_MAX ? INT32_MAX : 0)
+            cr_assert(!epmoei_route_aligns(t, e, 1), "%d tokens, %d experts", t, e);
+    }
 }
