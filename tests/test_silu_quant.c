@@ -1,5 +1,6 @@
 /* silu_and_mul with E4M3 output: the bits of the two ops in a row, hand-worked codes, what is refused. */
 #include "kernels/quantize_fp8.h"
+#include "kernels/row_blocks.h"
 #include "kernels/silu_and_mul.h"
 #include "tests/op_testing.h"
 
@@ -143,6 +144,30 @@ Test(silu_quant, offsets_beyond_2_31)
         cr_assert_eq(memcmp(scale[0], scale[1], (size_t)scales_of(&args) * 4), 0);
     }
     munmap(x, (size_t)bytes), munmap(y, (size_t)bytes);
+}
+
+/* The largest widths, of which no sum fits int32: what is counted and where pieces lie, by hand. */
+Test(silu_quant, widths_near_2_31)
+{
+    static const int32_t widths[] = {INT32_MAX, INT32_MAX - 126, INT32_MAX - 127};
+    static const int64_t groups[] = {1 << 24, 1 << 24, (1 << 24) - 1};
+    for (int i = 0; i < 3; i++) {
+        const int64_t width = widths[i], last = epmoei_blocks_per_row(width) - 1;
+        epmoe_silu_and_mul_args_t args = EPMOE_SILU_AND_MUL_ARGS_INIT, checked;
+        float scale;
+        args.num_tokens = 3, args.width = widths[i], args.dtype = EPMOE_BF16;
+        args.x = &args, args.y = &checked, args.scale = &scale, args.quant = EPMOE_GRANULARITY_BLOCK128;
+        cr_assert_eq(epmoei_silu_and_mul_check(&args, &checked), EPMOE_OK, "%s", epmoe_last_error());
+        cr_expect_eq(checked.x_stride, 2 * width);
+        cr_expect_eq(epmoei_silu_and_mul_floor(&checked).bytes, 3.0 * (double)(width * 5 + 4 * groups[i]), "width %d",
+                     widths[i]);
+        cr_expect_eq(epmoei_scale_steps(args.quant, width).row, groups[i]);
+        cr_expect_eq(last, (1 << 21) - 1);
+        const epmoei_block_t block = epmoei_block(3 * (last + 1) - 1, width);
+        cr_expect(block.row == 2 && block.first == last * 1024 && block.first + block.cols == width,
+                  "width %d: row %lld, columns %lld and %lld more", widths[i], (long long)block.row,
+                  (long long)block.first, (long long)block.cols);
+    }
 }
 
 Test(silu_quant, errors_leave_the_output)
