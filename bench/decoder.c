@@ -43,13 +43,14 @@ epmoe_status_t decoder_make(bench_t *bench)
     EPMOEI_CHECK(epmoe_decoder_create(&run->config, &bench->config, comm, &run->decoder));
     bench->layer = run->decoder->mlp;
     if (bench->checkpoint) {
-        epmoe_load_options_t load = EPMOE_LOAD_OPTIONS_INIT;
-        load.progress = report_progress;
-        load.progress_ctx = bench;
+        const program_weights_t loading = {bench->program, "loading weights"};
+        const epmoe_load_options_t load = program_weights_begin(&loading);
         EPMOEI_CHECK(epmoe_decoder_load_checkpoint(run->decoder, bench->checkpoint, bench->reference.layer, &load));
     } else {
-        report_busy(bench, -1, "making random weights");
-        EPMOEI_CHECK(epmoe_comm_agree(comm, epmoe_decoder_set_random_weights(run->decoder, bench->options->seed)));
+        const program_weights_t making = {bench->program, "making random weights"};
+        const epmoe_load_options_t options = program_weights_begin(&making);
+        EPMOEI_CHECK(
+            epmoe_comm_agree(comm, epmoei_decoder_random_weights(run->decoder, bench->options->seed, &options)));
     }
     if (!bench->options->check) return EPMOE_OK;
     return epmoe_comm_agree(comm, find_source(bench));

@@ -10,7 +10,7 @@
 #include "base/device.h"
 #include "base/dtype.h"
 #include "kernels/kernel_table.h"
-#include "moe/layer.h"
+#include "moe/layer_weights.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -164,13 +164,13 @@ static epmoe_status_t make_layer(bench_t *bench)
     epmoe_comm_t *comm = bench->program->comm;
     EPMOEI_CHECK(epmoe_layer_create(&bench->config, comm, &bench->layer));
     if (bench->checkpoint) {
-        epmoe_load_options_t load = EPMOE_LOAD_OPTIONS_INIT;
-        load.progress = report_progress;
-        load.progress_ctx = bench;
+        const program_weights_t loading = {bench->program, "loading weights"};
+        const epmoe_load_options_t load = program_weights_begin(&loading);
         return epmoe_layer_load_checkpoint(bench->layer, bench->checkpoint, bench->reference.layer, &load);
     }
-    report_busy(bench, -1, "making random weights");
-    return epmoe_comm_agree(comm, epmoe_layer_set_random_weights(bench->layer, bench->options->seed));
+    const program_weights_t making = {bench->program, "making random weights"};
+    const epmoe_load_options_t options = program_weights_begin(&making);
+    return epmoe_comm_agree(comm, epmoei_layer_random_weights(bench->layer, bench->options->seed, &options));
 }
 
 static epmoe_status_t make_weights(bench_t *bench)
@@ -178,7 +178,7 @@ static epmoe_status_t make_weights(bench_t *bench)
     epmoe_comm_t *comm = bench->program->comm;
     epmoe_layer_memory_t memory = EPMOE_LAYER_MEMORY_INIT;
     EPMOEI_CHECK(bench->options->decoder ? decoder_make(bench) : make_layer(bench));
-    report_idle(bench);
+    program_idle(bench->program);
     if (bench->options->inject_nan) EPMOEI_CHECK(epmoe_comm_agree(comm, inject_nan(bench)));
     EPMOEI_CHECK(epmoe_comm_agree(
         comm, epmoe_layer_memory(&bench->config, bench->program->size, bench->program->rank, &memory)));
@@ -201,7 +201,7 @@ static epmoe_status_t run_case(bench_t *bench, int32_t index, int64_t *wrong)
         EPMOEI_CHECK_GOTO(case_verify(&made, bench, &result), done);
     }
     *wrong += result.wrong;
-    report_idle(bench);
+    program_idle(bench->program);
     EPMOEI_CHECK_GOTO(epmoe_comm_agree(bench->program->comm, report_case(bench, &made, &result)), done);
 done:
     case_destroy(&made);
@@ -268,7 +268,7 @@ static int work(program_t *program, const options_t *options)
     EPMOEI_CHECK_GOTO(make_barrier(&bench), done);
     EPMOEI_CHECK_GOTO(run(&bench, &wrong), done);
 done:
-    report_idle(&bench);
+    program_idle(program);
     const epmoe_status_t drawn = plot_end(&bench, status == EPMOE_OK);
     if (status == EPMOE_OK) status = drawn;
     code = bench_report(program, status);

@@ -154,7 +154,7 @@ static epmoe_status_t run_case(const bench_t *bench, const char *op, int32_t ind
         EPMOEI_CHECK_GOTO(check_job(&job, &chain, &result), done);
     }
     *wrong += result.wrong;
-    report_idle(bench);
+    program_idle(bench->program);
     status = report_op(bench, op, num_tokens, &result);
 done:
     op_chain_destroy(&chain);

@@ -4,7 +4,6 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <unistd.h>
 
 void report_models(void)
 {
@@ -248,26 +247,7 @@ void report_footer(const bench_t *bench, int64_t wrong)
                (long long)wrong, wrong == 1 ? "" : "s");
 }
 
-static bool shows_progress(const bench_t *bench) { return bench->program->rank == 0 && isatty(STDERR_FILENO); }
-
 void report_busy(const bench_t *bench, int32_t index, const char *what)
 {
-    if (!shows_progress(bench)) return;
-    fprintf(stderr, "\r\033[K");
-    if (index >= 0) fprintf(stderr, "case %d of %d: ", index + 1, bench->options->num_cases);
-    fprintf(stderr, "%s ...", what);
-}
-
-int32_t report_progress(void *ctx, int64_t done_bytes, int64_t total_bytes)
-{
-    const bench_t *bench = ctx;
-    if (shows_progress(bench))
-        fprintf(stderr, "\r\033[Kloading weights: %.0f of %.0f MB", (double)done_bytes * 1e-6,
-                (double)total_bytes * 1e-6);
-    return 0;
-}
-
-void report_idle(const bench_t *bench)
-{
-    if (shows_progress(bench)) fprintf(stderr, "\r\033[K");
+    program_busy(bench->program, "case %d of %d: %s ...", index + 1, bench->options->num_cases, what);
 }

@@ -17,10 +17,7 @@ epmoe_status_t report_json_case(const bench_t *bench, const bench_case_t *made, 
 epmoe_status_t report_json_op(const bench_t *bench, const char *op, int32_t num_tokens, const case_result_t *result);
 void report_footer(const bench_t *bench, int64_t wrong);
 
-/* A line on a terminal's stderr while something long runs, in case `index` or before the first (-1);
- * epmoe_load_options_t's progress with ctx = bench. */
+/* program_busy with something long in case `index`. */
 void report_busy(const bench_t *bench, int32_t index, const char *what);
-int32_t report_progress(void *ctx, int64_t done_bytes, int64_t total_bytes);
-void report_idle(const bench_t *bench);
 
 #endif

@@ -27,6 +27,10 @@ struct epmoe_decoder {
 epmoe_status_t epmoei_decoder_take_source(epmoe_decoder_t *decoder, const epmoei_attention_source_t *source);
 void epmoei_decoder_drop_weights(epmoe_decoder_t *decoder);
 
+/* epmoe_decoder_set_random_weights, which calls options->progress as a load does; NULL = none. */
+epmoe_status_t epmoei_decoder_random_weights(epmoe_decoder_t *decoder, uint64_t seed,
+                                             const epmoe_load_options_t *options);
+
 /* Random ones on the host, matrices of `dtype`, the rest F32. `memory` holds them, the caller's to epmoei_free. */
 epmoe_status_t epmoei_random_attention(const epmoei_attention_shape_t *shape, epmoe_dtype_t dtype, uint64_t seed,
                                        epmoei_attention_source_t *source, void **memory);

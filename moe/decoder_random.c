@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "kernels/random_weights.h"
+#include "moe/layer_weights.h"
 
 #include <math.h>
 
@@ -89,7 +90,8 @@ epmoe_status_t epmoei_random_attention(const epmoei_attention_shape_t *shape, ep
     return EPMOE_OK;
 }
 
-epmoe_status_t epmoe_decoder_set_random_weights(epmoe_decoder_t *decoder, uint64_t seed)
+epmoe_status_t epmoei_decoder_random_weights(epmoe_decoder_t *decoder, uint64_t seed,
+                                             const epmoe_load_options_t *options)
 {
     if (!decoder) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "decoder is NULL");
     epmoei_attention_source_t source;
@@ -99,7 +101,12 @@ epmoe_status_t epmoe_decoder_set_random_weights(epmoe_decoder_t *decoder, uint64
         status = epmoei_random_attention(&decoder->shape, decoder->shape.dtype, seed, &source, &memory);
     if (status == EPMOE_OK) status = epmoei_decoder_take_source(decoder, &source);
     epmoei_free(memory);
-    if (status == EPMOE_OK) status = epmoe_layer_set_random_weights(decoder->mlp, seed);
+    if (status == EPMOE_OK) status = epmoei_layer_random_weights(decoder->mlp, seed, options);
     if (status != EPMOE_OK) epmoei_decoder_drop_weights(decoder);
     return status;
+}
+
+epmoe_status_t epmoe_decoder_set_random_weights(epmoe_decoder_t *decoder, uint64_t seed)
+{
+    return epmoei_decoder_random_weights(decoder, seed, NULL);
 }

@@ -20,6 +20,8 @@ typedef struct epmoei_weights_source_t {
  * neither allocated nor copied. On failure the layer may have lost its old weights; has_weights says so. */
 epmoe_status_t epmoei_layer_build_weights(epmoe_layer_t *layer, const epmoei_weights_source_t *source,
                                           bool borrow_matrices);
+/* epmoe_layer_set_random_weights, which calls options->progress as a load does; NULL = none. */
+epmoe_status_t epmoei_layer_random_weights(epmoe_layer_t *layer, uint64_t seed, const epmoe_load_options_t *options);
 /* Replaces the layer's weights by uninitialised memory for these formats. */
 epmoe_status_t epmoei_layer_make_weights(epmoe_layer_t *layer, const epmoei_layer_formats_t *formats);
 /* On a device that streams them faster so, the layer's own matrices of 16 bits into tiles (kernels/plain_tiles.h), all

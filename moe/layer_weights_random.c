@@ -164,11 +164,26 @@ static epmoe_status_t fill_expert(const epmoe_layer_t *layer, epmoei_quant_write
     return EPMOE_OK;
 }
 
-static epmoe_status_t fill_all(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed,
-                               epmoe_stream_t stream)
+static int64_t expert_bytes(const epmoe_layer_t *layer)
 {
+    const epmoei_layer_formats_t *formats = &layer->weights.formats;
+    const int64_t d = layer->config.hidden, f = layer->config.intermediate;
+    return epmoei_matrix_sizes(layer->backend, formats->gate_up, &formats->gate_up_pack, 2 * f, d, true).total +
+           epmoei_matrix_sizes(layer->backend, formats->down, &formats->down_pack, d, f, false).total;
+}
+
+static epmoe_status_t fill_all(const epmoe_layer_t *layer, epmoei_quant_writer_t *writer, uint64_t seed,
+                               const epmoe_load_options_t *options, epmoe_stream_t stream)
+{
+    const int64_t bytes = expert_bytes(layer);
     EPMOEI_CHECK(fill_common(layer, writer, seed, stream));
-    for (int32_t e = 0; e < layer->local_experts; e++) EPMOEI_CHECK(fill_expert(layer, writer, seed, e, stream));
+    for (int32_t e = 0; e < layer->local_experts; e++) {
+        EPMOEI_CHECK(fill_expert(layer, writer, seed, e, stream));
+        if (!options || !options->progress) continue;
+        EPMOEI_CHECK(epmoei_stream_wait(layer->backend, stream));
+        if (options->progress(options->progress_ctx, (e + 1) * bytes, layer->local_experts * bytes))
+            return epmoei_fail(EPMOE_ERROR_BAD_STATE, "random weights were cancelled by the progress callback");
+    }
     return epmoei_stream_wait(layer->backend, stream);
 }
 
@@ -187,7 +202,7 @@ static epmoe_status_t check_cuda_packs(const epmoe_layer_t *layer, const epmoei_
     return EPMOE_OK;
 }
 
-epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t seed)
+epmoe_status_t epmoei_layer_random_weights(epmoe_layer_t *layer, uint64_t seed, const epmoe_load_options_t *options)
 {
     if (!layer) return epmoei_fail(EPMOE_ERROR_INVALID_ARGUMENT, "layer is NULL");
     EPMOEI_CHECK(epmoei_comm_check_device(layer->comm));
@@ -207,10 +222,15 @@ epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t see
     if (layer->backend == EPMOE_BACKEND_CUDA) EPMOEI_CHECK(epmoei_stream_create(&stream));
     epmoei_quant_writer_t writer;
     epmoei_quant_writer_open(&writer, layer->backend, stream);
-    epmoe_status_t status = fill_all(layer, &writer, seed, stream);
+    epmoe_status_t status = fill_all(layer, &writer, seed, options, stream);
     epmoei_quant_writer_close(&writer);
     epmoei_stream_destroy(stream);
     if (status == EPMOE_OK) status = epmoei_layer_tile_weights(layer);
     layer->has_weights = status == EPMOE_OK;
     return status;
+}
+
+epmoe_status_t epmoe_layer_set_random_weights(epmoe_layer_t *layer, uint64_t seed)
+{
+    return epmoei_layer_random_weights(layer, seed, NULL);
 }

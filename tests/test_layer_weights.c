@@ -1,5 +1,5 @@
 /* Weights of a layer: copies, borrowed matrices, replacements, the random generator; what memory it all takes. */
-#include "moe/layer.h"
+#include "moe/layer_weights.h"
 #include "kernels/random_weights.h"
 #include "comm/ep_plan.h"
 #include "tests/layer_case.h"
@@ -351,6 +351,44 @@ Test(layer_weights, the_generator_is_bell_shaped)
     epmoei_random_fill(b, EPMOE_F32, seed, EPMOEI_RANDOM_GATE, 3, 0, 8, 1);
     cr_assert(memcmp(a + 8, b, 8 * 4), "element 2^32 is element 0");
     free(a), free(b);
+}
+
+typedef struct watched_t {
+    int64_t done[kE];
+    int64_t total;
+    int32_t calls;
+    int32_t cancel_at; /* -1 = never */
+} watched_t;
+
+static int32_t watch(void *ctx, int64_t done_bytes, int64_t total_bytes)
+{
+    watched_t *watched = ctx;
+    cr_assert_lt(watched->calls, kE);
+    watched->done[watched->calls] = done_bytes;
+    watched->total = total_bytes;
+    return watched->calls++ == watched->cancel_at;
+}
+
+/* Random weights that are watched are those that are not; a cancelled call leaves none. */
+Test(layer_weights, random_weights_that_are_watched)
+{
+    epmoe_layer_config_t config = full_config();
+    epmoe_load_options_t options = EPMOE_LOAD_OPTIONS_INIT;
+    watched_t watched = {.cancel_at = -1};
+    options.progress = watch, options.progress_ctx = &watched;
+    epmoe_layer_t *layer = create(&config), *plain = create(&config);
+    cr_assert_eq(epmoei_layer_random_weights(layer, 5, &options), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_layer_set_random_weights(plain, 5), EPMOE_OK, "%s", epmoe_last_error());
+    const int64_t expert_bytes = 3 * kF * kD * 4;
+    cr_expect_eq(watched.calls, kE);
+    cr_expect_eq(watched.total, kE * expert_bytes);
+    for (int32_t e = 0; e < watched.calls; e++) cr_expect_eq(watched.done[e], (e + 1) * expert_bytes);
+    cr_expect(!memcmp(layer->weights.gate_up, plain->weights.gate_up, (size_t)(kE * 2 * kF * kD * 4)));
+    cr_expect(!memcmp(layer->weights.down, plain->weights.down, (size_t)(kE * kF * kD * 4)));
+    watched = (watched_t){.cancel_at = 2};
+    cr_expect_eq(epmoei_layer_random_weights(layer, 5, &options), EPMOE_ERROR_BAD_STATE);
+    cr_expect(watched.calls == 3 && !layer->has_weights, "%d calls", watched.calls);
+    epmoe_layer_destroy(layer), epmoe_layer_destroy(plain);
 }
 
 /* What epmoe_layer_memory says is what is allocated. */

@@ -175,6 +175,26 @@ Test(tool_check, whole_file)
 
 /* Every family and format with all of its tensors off their alignment, as a header of odd length leaves them: the same
  * digits. */
+/* A terminal sees which layer is loaded, and nothing of it stays; a file sees nothing. */
+Test(tool_check, progress_on_a_terminal)
+{
+    testing_terminal_t terminal = testing_terminal_open();
+    testing_process_t seen = testing_tool("check '" GOLDEN "deepseek_v3' 2>%s", terminal.name);
+    char *text = testing_terminal_close(&terminal);
+    const size_t length = strlen(text);
+    cr_expect_eq(seen.exit_code, 0, "exit %d: %s", seen.exit_code, text);
+    cr_expect(!strchr(seen.output, '\r') && !strchr(seen.output, '\033'));
+    cr_expect(strstr(text, "\r\033[Klayer 1: loading weights ...\r\033[Klayer 1: loading weights: "), "%s", text);
+    cr_expect(strstr(text, "\r\033[Kdecoder layer 1: loading weights: "), "%s", text);
+    cr_expect(strstr(text, "\r\033[Kloading the head ...\r\033[K"), "%s", text);
+    cr_expect(length > 4 && !strcmp(text + length - 4, "\r\033[K"), "the last line stays: %s", text);
+    free(text);
+    testing_process_t unseen = testing_tool("check '" GOLDEN "deepseek_v3'");
+    cr_expect_str_empty(unseen.errors);
+    cr_expect_str_eq(unseen.output, seen.output);
+    testing_process_free(&seen), testing_process_free(&unseen);
+}
+
 Test(tool_check, tensors_at_odd_addresses)
 {
     static const char *const names[] = {"mixtral",

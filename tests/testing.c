@@ -222,6 +222,27 @@ void testing_process_free(testing_process_t *process)
     *process = (testing_process_t){0};
 }
 
+testing_terminal_t testing_terminal_open(void)
+{
+    testing_terminal_t terminal = {.ends = {posix_openpt(O_RDWR | O_NOCTTY | O_NONBLOCK), -1}};
+    if (terminal.ends[0] < 0 || grantpt(terminal.ends[0]) || unlockpt(terminal.ends[0])) abort();
+    snprintf(terminal.name, sizeof terminal.name, "%s", ptsname(terminal.ends[0]));
+    terminal.ends[1] = open(terminal.name, O_RDWR | O_NOCTTY);
+    if (terminal.ends[1] < 0) abort();
+    return terminal;
+}
+
+char *testing_terminal_close(testing_terminal_t *terminal)
+{
+    char *text = NULL, piece[4096];
+    size_t length = 0;
+    ssize_t bytes;
+    append(&text, &length, "", 0);
+    while ((bytes = read(terminal->ends[0], piece, sizeof piece)) > 0) append(&text, &length, piece, (size_t)bytes);
+    close(terminal->ends[0]), close(terminal->ends[1]);
+    return text;
+}
+
 /* The command line of a process, arguments apart by zeros; empty when it has ended. */
 static size_t read_command_line(const char *pid, char *text, size_t size)
 {

@@ -44,6 +44,14 @@ typedef struct testing_process_t {
  * EPMOE_TEST_SLOWDOWN stretches so many times: for programs built to be watched. */
 testing_process_t testing_run(double limit_s, const char *command_format, ...) EPMOEI_PRINTF(2, 3);
 void testing_process_free(testing_process_t *process);
+/* A terminal: what a process writes to the file `name` stays until it is read. Ends the program where there is none. */
+typedef struct testing_terminal_t {
+    int ends[2]; /* the reader's, and one that keeps it open */
+    char name[64];
+} testing_terminal_t;
+testing_terminal_t testing_terminal_open(void);
+/* What was written, which has ended; free. Closes it. */
+char *testing_terminal_close(testing_terminal_t *terminal);
 /* Processes with this word in their command line that are still there two seconds later; -1 when nobody can say. */
 int32_t testing_processes_left(const char *mark);
 /* "mpirun ... -np N" with what root, few cores and one thread per rank need. */

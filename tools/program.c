@@ -201,6 +201,40 @@ int program_report(const program_t *program, epmoe_status_t status)
     return program_error(program, program_exit_code(status), "%s", *text ? text : epmoe_status_string(status));
 }
 
+static bool shows_progress(const program_t *program) { return program->rank == 0 && isatty(STDERR_FILENO); }
+
+void program_busy(const program_t *program, const char *format, ...)
+{
+    if (!shows_progress(program)) return;
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "\r\033[K");
+    vfprintf(stderr, format, args);
+    va_end(args);
+}
+
+void program_idle(const program_t *program)
+{
+    if (shows_progress(program)) fprintf(stderr, "\r\033[K");
+}
+
+static int32_t show_weights(void *ctx, int64_t done_bytes, int64_t total_bytes)
+{
+    const program_weights_t *weights = ctx;
+    program_busy(weights->program, "%s: %.0f of %.0f MB", weights->what, (double)done_bytes * 1e-6,
+                 (double)total_bytes * 1e-6);
+    return 0;
+}
+
+epmoe_load_options_t program_weights_begin(const program_weights_t *weights)
+{
+    epmoe_load_options_t options = EPMOE_LOAD_OPTIONS_INIT;
+    program_busy(weights->program, "%s ...", weights->what);
+    options.progress = show_weights;
+    options.progress_ctx = (void *)(uintptr_t)weights;
+    return options;
+}
+
 int program_agree_on_code(program_t *program, int code)
 {
     if (!program->comm || program->size == 1) return code;

@@ -52,6 +52,17 @@ int program_error_once(const program_t *program, int code, const char *format, .
 /* program_error with this thread's last error, or the status's text where there is none. OK prints nothing. */
 int program_report(const program_t *program, epmoe_status_t status);
 
+/* A line on a terminal's stderr while something long runs, by rank 0 alone; nothing where stderr is no terminal. It
+ * stays until the next one, or program_idle wipes it, which has to come before anything else is printed. */
+void program_busy(const program_t *program, const char *format, ...) EPMOEI_PRINTF(2, 3);
+void program_idle(const program_t *program);
+/* Such a line of weights that are made or loaded, with megabytes as they come; what: a text that stays. */
+typedef struct program_weights_t {
+    const program_t *program;
+    const char *what;
+} program_weights_t;
+epmoe_load_options_t program_weights_begin(const program_weights_t *weights);
+
 /* Collective: the largest code of all ranks, so that every rank ends with the same one. Where the communicator has
  * failed the own code, or PROGRAM_FAILED in place of 0. */
 int program_agree_on_code(program_t *program, int code);

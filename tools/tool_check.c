@@ -147,11 +147,22 @@ static epmoe_status_t prepare(check_t *check, const golden_layer_t *layer, epmoe
     return check_selection_bias(check, layer->layer, config->num_experts, share->selection_bias);
 }
 
+static epmoe_status_t load_layer(const check_t *check, int32_t index, epmoe_layer_t *layer)
+{
+    char what[48];
+    const program_weights_t loading = {check->program, what};
+    snprintf(what, sizeof what, "layer %d: loading weights", index);
+    const epmoe_load_options_t load = program_weights_begin(&loading);
+    const epmoe_status_t status = epmoe_layer_load_checkpoint(layer, check->checkpoint, index, &load);
+    program_idle(check->program);
+    return status;
+}
+
 static epmoe_status_t run_layer(check_t *check, epmoe_layer_t *layer, const golden_layer_t *golden,
                                 const epmoe_layer_config_t *config, check_share_t *share)
 {
     epmoe_comm_t *comm = check->program->comm;
-    EPMOEI_CHECK(epmoe_layer_load_checkpoint(layer, check->checkpoint, golden->layer, NULL));
+    EPMOEI_CHECK(load_layer(check, golden->layer, layer));
     const check_rows_t *computed = &share->computed;
     epmoe_forward_args_t args = EPMOE_FORWARD_ARGS_INIT;
     args.num_tokens = share->count;

@@ -182,12 +182,23 @@ static epmoe_status_t judge(check_t *check, const char *item, decoder_run_t *run
     return EPMOE_OK;
 }
 
+static epmoe_status_t load_decoder(const check_t *check, int32_t index, epmoe_decoder_t *decoder)
+{
+    char what[48];
+    const program_weights_t loading = {check->program, what};
+    snprintf(what, sizeof what, "decoder layer %d: loading weights", index);
+    const epmoe_load_options_t load = program_weights_begin(&loading);
+    const epmoe_status_t status = epmoe_decoder_load_checkpoint(decoder, check->checkpoint, index, &load);
+    program_idle(check->program);
+    return status;
+}
+
 /* The layer's recorded input, then what the chain has come to. */
 static epmoe_status_t run_layer(check_t *check, const golden_layer_t *golden, epmoe_decoder_t *decoder,
                                 decoder_run_t *run)
 {
     char item[64];
-    EPMOEI_CHECK(epmoe_decoder_load_checkpoint(decoder, check->checkpoint, golden->layer, NULL));
+    EPMOEI_CHECK(load_decoder(check, golden->layer, decoder));
     EPMOEI_CHECK(forward(check, decoder, run, run->in));
     snprintf(item, sizeof item, "layers.%d", golden->layer);
     if (run->out) EPMOEI_CHECK(judge(check, item, run, check->decoder_tolerance));

@@ -39,7 +39,10 @@ static epmoe_status_t make_head(const check_t *check, logits_run_t *run, int32_t
     config.max_tokens = run->num_tokens;
     config.backend = check->backend;
     EPMOEI_CHECK(epmoe_head_create(&config, &run->head));
-    EPMOEI_CHECK(epmoe_head_load_checkpoint(run->head, check->checkpoint));
+    program_busy(check->program, "loading the head ...");
+    const epmoe_status_t loaded = epmoe_head_load_checkpoint(run->head, check->checkpoint);
+    program_idle(check->program);
+    EPMOEI_CHECK(loaded);
     EPMOEI_CHECK(epmoei_alloc_for((void **)&run->got, rows * run->vocab_size * 4, "the logits"));
     EPMOEI_CHECK(epmoei_alloc_for(&run->x, rows * config.hidden * epmoe_dtype_size(check->dtype), "the head's input"));
     EPMOEI_CHECK(epmoei_alloc_for((void **)&run->left_out, rows * (int64_t)sizeof(bool), "the rows of the head"));
