@@ -435,13 +435,30 @@ epmoe_ep_config_t epmoei_layer_ep_config(const epmoe_layer_config_t *config)
     return ep;
 }
 
+/* The largest workspace that a layer may come to have: that of its creation, of weights that it owns (counted in
+ * `owned`), and of the same borrowed, among which no shared expert is. On the CPU the three are one. */
+static epmoe_status_t most_workspace(const epmoe_layer_config_t *config, epmoe_backend_t backend, int32_t local_experts,
+                                     int64_t max_rows, const epmoei_packed_weights_t *owned, int64_t *bytes)
+{
+    epmoei_packed_weights_t borrowed = *owned;
+    borrowed.joins_shared = false;
+    const epmoei_packed_weights_t *const weights[] = {NULL, owned, &borrowed};
+    *bytes = 0;
+    for (int i = 0; i < (backend == EPMOE_BACKEND_CUDA ? 3 : 1); i++) {
+        epmoei_layer_workspace_t workspace;
+        EPMOEI_CHECK(
+            epmoei_layer_workspace_layout(NULL, config, backend, local_experts, max_rows, weights[i], &workspace));
+        *bytes = epmoei_max64(*bytes, workspace.bytes);
+    }
+    return EPMOE_OK;
+}
+
 epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
                                   epmoe_layer_memory_t *memory)
 {
     epmoe_layer_config_t checked;
     epmoe_backend_t backend;
     epmoei_packed_weights_t weights;
-    epmoei_layer_workspace_t workspace;
     epmoe_layer_memory_t result = EPMOE_LAYER_MEMORY_INIT;
     EPMOEI_CHECK(epmoei_layer_config_check(config, &checked));
     EPMOEI_CHECK(epmoe_backend_resolve(EPMOE_BACKEND_AUTO, &backend));
@@ -450,9 +467,7 @@ epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t si
     int64_t max_rows = epmoei_layer_max_rows(&checked, (int64_t)checked.max_tokens * size);
     result.weight_bytes =
         epmoei_layer_weights_layout(NULL, &checked, backend, result.local_experts, &formats, &weights);
-    EPMOEI_CHECK(epmoei_layer_workspace_layout(NULL, &checked, backend, result.local_experts, max_rows,
-                                               backend == EPMOE_BACKEND_CUDA ? &weights : NULL, &workspace));
-    result.workspace_bytes = workspace.bytes;
+    EPMOEI_CHECK(most_workspace(&checked, backend, result.local_experts, max_rows, &weights, &result.workspace_bytes));
     if (checked.num_experts && size > 1) {
         epmoe_ep_config_t ep = epmoei_layer_ep_config(&checked);
         EPMOEI_CHECK(epmoe_ep_buffer_size(&ep, size, max_rows, &result.comm_bytes));

@@ -5,6 +5,7 @@
 #include "tests/layer_case.h"
 
 #include <criterion/criterion.h>
+#include <malloc.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -417,6 +418,20 @@ Test(layer_weights, memory)
                       layer_case_text(&config));
         epmoe_layer_destroy(layer);
     }
+    /* Of borrowed matrices a layer has no copy; its workspace is the same. */
+    testing_rng_t rng = testing_rng(testing_seed());
+    epmoe_layer_config_t lent = full_config();
+    epmoe_layer_memory_t most = EPMOE_LAYER_MEMORY_INIT;
+    oracle_model_t model = oracle_model(&rng, &lent, &kMixed);
+    epmoe_layer_t *borrower = create(&lent);
+    model.weights.layout = EPMOE_LAYOUT_PACKED;
+    cr_assert_eq(epmoe_layer_memory(&lent, 1, 0, &most), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq(epmoe_layer_set_weights(borrower, &model.weights), EPMOE_OK, "%s", epmoe_last_error());
+    cr_assert_eq((const void *)borrower->weights.gate_up, model.weights.gate_up.data);
+    cr_expect_leq((int64_t)malloc_usable_size(borrower->weights_memory), most.weight_bytes);
+    cr_expect(layer_case_is_block(borrower->workspace_memory, most.workspace_bytes));
+    epmoe_layer_destroy(borrower);
+    oracle_model_free(&model);
     /* Experts spread: the first E mod R ranks own one more. */
     epmoe_layer_config_t config = full_config();
     int32_t next = 0;

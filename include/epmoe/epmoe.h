@@ -1352,7 +1352,10 @@ typedef struct epmoe_layer_memory_t {
     int64_t comm_bytes; /* epmoe_ep_buffer_size over config.transport, for capacity or the worst case; one rank: 0 */
 } epmoe_layer_memory_t;
 #define EPMOE_LAYER_MEMORY_INIT EPMOE_STRUCT_INIT(epmoe_layer_memory_t)
-/* Assumes that every rank has the same max_tokens. weight_format NONE counts that of dtype. Local. INVALID_ARGUMENT as
+/* Assumes that every rank has the same max_tokens, and weights in weight_format (NONE: that of dtype) without a g_idx.
+ * weight_bytes are those of weights that the layer owns, as it has them, a shared expert among the routed ones included
+ * where it goes through their launches; of borrowed matrices (epmoe_layer_set_weights) it takes less. workspace_bytes
+ * are the most that the layer comes to have, with weights of its own or borrowed. Local. INVALID_ARGUMENT as
  * epmoe_layer_create and, with several ranks, epmoe_ep_buffer_size. */
 EPMOE_API epmoe_status_t epmoe_layer_memory(const epmoe_layer_config_t *config, int32_t size, int32_t rank,
                                             epmoe_layer_memory_t *memory);
