@@ -27,7 +27,9 @@ static void fill(testing_rng_t *rng, const check_field_t *field)
 /* Gates of the largest values that the type has, and ups of less than 1. */
 static void fill_largest(testing_rng_t *rng, const check_field_t *field, int32_t width)
 {
-    const float most = field->dtype == EPMOE_F16 ? 65504.0f : field->dtype == EPMOE_BF16 ? 0x1.fep127f : 0x1.fffffep127f;
+    const float most = field->dtype == EPMOE_F16    ? 65504.0f
+                       : field->dtype == EPMOE_BF16 ? 0x1.fep127f
+                                                    : 0x1.fffffep127f;
     for (int64_t row = 0; row < field->rows; row++)
         for (int32_t i = 0; i < width; i++) {
             const float gate = (i % 2 ? -most : most) * (i % 4 < 2 ? 1.0f : 0.0625f);
