@@ -18,8 +18,10 @@ namespace
 constexpr int kAskAhead = 8;
 
 /* In shared memory. Numbers fit 32 bits: a whole tile has 64 x 128 outputs or more, and 2^31 of them no memory. A
- * producer that loads its tile number i has seen the steps of tile i - kMostStages - 1 released by all who walk tiles,
- * even if a tile has but one step: kMostStages + 2 places are enough. */
+ * producer that loads its tile number i has seen a step of tile i - kMostStages released by the consumers of every
+ * block of the cluster, even if a tile has but one step; they did so behind the copies and the notes of that tile, so
+ * that everybody who walks the tiles has read its number: kMostStages + 2 places are more than enough. That rests on
+ * every tile having rows: rows cut evenly into as few tiles as hold them leave none empty. */
 template <int kMostStages> struct deal_t {
     static constexpr int kPlaces = kMostStages + 2;
     uint64_t dealt[kPlaces];

@@ -25,9 +25,7 @@ epmoe_status_t epmoei_grouped_gemm_check(const epmoe_grouped_gemm_args_t *args, 
 
 /* epmoe_grouped_gemm right after the launch that wrote x, which waited for all before it, where everything else was
  * there before that launch: what does not wait for x may begin while it still runs. dealt: a word on the device that is
- * 0 by the end of that launch, by which blocks may share out their tiles, or NULL; what it holds afterwards means
- * nothing.
- */
+ * 0 by the end of that launch, by which blocks may share out their tiles, or NULL; the call leaves anything in it. */
 epmoe_status_t epmoei_grouped_gemm_chained(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
                                            epmoe_stream_t stream);
 

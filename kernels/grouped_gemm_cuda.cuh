@@ -24,7 +24,7 @@ struct gemm_params_t {
     int32_t x_row_divisor;
     int32_t x_sorted;
     int32_t y_sorted;
-    int32_t *dealt;  /* a word that the kernel before this one zeroed, by which tiles are dealt; NULL: they are taken in
+    int32_t *dealt;  /* a word that is 0 once the kernel before this one has ended, by which tiles are dealt; NULL: in
                       * turn */
     int32_t chained; /* the kernel before this one wrote x, and everything else is older than that kernel */
     int32_t weight_on_input;

@@ -29,7 +29,7 @@ typedef struct epmoei_fp8_rows_t {
                      * 16 bytes behind them are read */
     int64_t stride; /* rows rounded up to 16 bytes of scales, or 0 */
     int32_t *dealt; /* a word that is 0 once the rows are written, by which the one product that reads them deals its
-                     * tiles; NULL: its blocks take them in turn */
+                     * tiles; NULL, of a reader alone: its blocks take them in turn */
 } epmoei_fp8_rows_t;
 
 /* Bytes of them; base NULL counts. */

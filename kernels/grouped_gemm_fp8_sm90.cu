@@ -9,8 +9,8 @@
  * A block holds 256 weight rows and up to 128 tokens in each of its stages of 128 columns. Roles by warp:
  *   producer       one thread starts the copies of weights, codes of tokens and their scales into the stages, running
  *                  ahead into the next tiles; another warp puts the weights' scales beside them
- *   dealer         gives every cluster its next tile when it is near the end of one (kernels/deal_tiles_sm90.cuh)
- *   scout          a warp that looks up, some tiles ahead, where the rows of a tile go and what they weigh
+ *   dealer         gives its cluster the next tile when that is near the end of one (kernels/deal_tiles_sm90.cuh)
+ *   scout          a warp that looks up, as soon as a tile is known, where its rows go and what they weigh
  *   consumers      two warpgroups. Tiles above 64 tokens are shared, 64 tokens each; smaller ones they take by turns.
  *                  One stores while the other multiplies: in a shared tile one of them is some steps ahead.
  * A consumer thread has 128 accumulators, of 64 tokens by 256 weight rows, and twice 32 for the products of 128 columns
@@ -120,7 +120,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
     }
 }
 
-/* One warp: deals tiles, and lets the product that reads y begin at its first. */
+/* One warp: deals tiles, and zeroes the word by which the product that reads y will. */
 __device__ __forceinline__ void deal(const block_t &b, const epmoei_fp8_rows_t &y)
 {
     if (threadIdx.x % 32) return;

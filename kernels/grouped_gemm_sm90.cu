@@ -6,7 +6,8 @@
  * narrower. Roles by warp:
  *   producer       a warp, of which one thread starts the copies of both operands into the stages, running ahead into
  *                  the next tile
- *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh
+ *   scout          a warp that looks up, a tile ahead, where the rows of a tile go and what they weigh; in a cluster's
+ *                  first block it also deals tiles, where they are dealt (kernels/deal_tiles_sm90.cuh)
  *   consumers      two warpgroups, 64 weight rows each
  *   storers        a warp for each consumer, which takes finished outputs from shared memory to y
  * Two blocks of a cluster take neighbouring weight rows and the same tokens: each fetches half of the tokens' rows for
@@ -117,7 +118,7 @@ __device__ __forceinline__ void scout(const gemm_params_t &p, const block_t &b)
     ring_t ring = {0, 0};
     for (int32_t count = 0;; count++) {
         if (count > 0 && b.dealt && b.rank == 0 && lane == 0) {
-            epmoei_wait_for_predecessor(); /* which zeroed the word */
+            epmoei_wait_for_predecessor(); /* then the word is 0 */
             b.barriers->deal.deal(count, b.dealt, b.tile_step, b.tiles, b.line.cluster);
         }
         __syncwarp();
@@ -369,7 +370,7 @@ bool needs_gather(const epmoe_grouped_gemm_args_t *args)
 /* What a call knows of the launch before it. */
 struct chain_t {
     bool chained;   /* it wrote x, and waited for all before it */
-    int32_t *dealt; /* and zeroed this word, or NULL */
+    int32_t *dealt; /* a word that is 0 when it has ended, or NULL */
 };
 
 template <typename T, int kMaxN>

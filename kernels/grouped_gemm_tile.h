@@ -34,8 +34,7 @@ int32_t epmoei_grouped_gemm_width_sm90(int32_t num_experts, int64_t max_rows, in
 
 /* Whether the sm90 tier deals tiles of 16-bit weights to blocks as they become free (kernels/deal_tiles_sm90.cuh),
  * where the call has a word for it: with eight whole tiles an expert or more, which keep sharing what the L2 cache
- * holds of its weights, and rows of 4096 columns or more. Where tiles are short, asking for the next one costs more
- * than that gains (docs/performance/log.md). */
+ * holds of its weights, and rows of 4096 columns or more. As measured (docs/performance/log.md). */
 bool epmoei_grouped_gemm_deals_sm90(int32_t num_experts, int64_t max_rows, int32_t k);
 
 /* The same for 4-bit weights: a multiple of 16, 16 to 256, the mean plus three of its roots, which is what nearly every

@@ -28,7 +28,8 @@ typedef struct epmoei_scatter_rows_args_t {
     epmoe_dtype_t dtype;
     const void *x;               /* [T,K] of dtype: BF16 or F16 */
     const int32_t *places;       /* [T,k] */
-    int32_t *dealt;              /* out [2] or NULL: zeroed, for the products behind (kernels/deal_tiles_sm90.cuh) */
+    int32_t *dealt;              /* out [2] or NULL: with `rows` zeroed, for the two products behind
+                                  * (kernels/deal_tiles_sm90.cuh); `quantised` has a word of its own */
     void *rows;                  /* out [T*k,K] of dtype; NULL = quantised instead */
     epmoei_fp8_rows_t quantised; /* out, T*k rows, where `rows` is NULL */
 } epmoei_scatter_rows_args_t;

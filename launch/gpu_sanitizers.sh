@@ -3,7 +3,7 @@
 # logs are left in build/sanitizers/, the summary is a line per run.
 #
 #   launch/gpu_sanitizers.sh [TOOL...]        tools: memcheck racecheck initcheck synccheck (default: all)
-#   JOBS=8 launch/gpu_sanitizers.sh           as many runs at a time; default 1
+#   JOBS=8 launch/gpu_sanitizers.sh           as many runs at a time, each with its limit of 600 s; default 1
 #   EPMOE_ARCH=sm80 OPS="grouped_gemm sum" launch/gpu_sanitizers.sh racecheck
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -45,6 +45,8 @@ run_one() { # TOOL OP
     fi
 }
 
+[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || die "JOBS is $JOBS: expected a number of 1 or more"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 failed=0 running=0
 await_one() {
     wait -n || failed=1

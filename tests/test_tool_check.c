@@ -173,8 +173,6 @@ Test(tool_check, whole_file)
     testing_process_free(&process);
 }
 
-/* Every family and format with all of its tensors off their alignment, as a header of odd length leaves them: the same
- * digits. */
 /* A terminal sees which layer is loaded, and nothing of it stays; a file sees nothing. */
 Test(tool_check, progress_on_a_terminal)
 {
@@ -195,6 +193,8 @@ Test(tool_check, progress_on_a_terminal)
     testing_process_free(&seen), testing_process_free(&unseen);
 }
 
+/* Every family and format with all of its tensors off their alignment, as a header of odd length leaves them: the same
+ * digits. */
 Test(tool_check, tensors_at_odd_addresses)
 {
     static const char *const names[] = {"mixtral",

@@ -229,6 +229,7 @@ static int32_t show_weights(void *ctx, int64_t done_bytes, int64_t total_bytes)
 epmoe_load_options_t program_weights_begin(const program_weights_t *weights)
 {
     epmoe_load_options_t options = EPMOE_LOAD_OPTIONS_INIT;
+    if (!shows_progress(weights->program)) return options;
     program_busy(weights->program, "%s ...", weights->what);
     options.progress = show_weights;
     options.progress_ctx = (void *)(uintptr_t)weights;
