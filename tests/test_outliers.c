@@ -140,8 +140,8 @@ static errors_t run(testing_rng_t *rng, float factor, epmoe_granularity_t granul
     errors_t errors = errors_of(data);
     for (int p = 0; p < NUM_PARTS; p++) {
         /* The root mean square of n errors is off by some 0.45 / sqrt(n) of itself, and by twice that where the largest
-         * elements decide; parts have 15,000 or 127. Five times that. */
-        double margin = p <= QUIET_ROWS ? 1.04 : 1.5, ratio = errors.measured[p] / errors.expected[p];
+         * elements decide; parts have 15,000 or 127. Eight times that. */
+        double margin = p <= QUIET_ROWS ? 1.06 : 1.5, ratio = errors.measured[p] / errors.expected[p];
         cr_expect(ratio < margin && ratio > 1 / margin, "granularity %d, times %g, %s: %g, expected %g", granularity,
                   (double)factor, part_names[p], errors.measured[p], errors.expected[p]);
     }
@@ -184,21 +184,25 @@ Test(outliers, a_massive_one)
     testing_rng_t rng = testing_rng(testing_seed());
     errors_t tensor = run(&rng, factor, EPMOE_GRANULARITY_TENSOR), token = run(&rng, factor, EPMOE_GRANULARITY_TOKEN);
     errors_t block = run(&rng, factor, EPMOE_GRANULARITY_BLOCK128);
+    /* Parts of 127 elements have as wide a margin as above. */
+    const double least[] = {0.7, 0.65}, most[] = {1.3, 1.5};
     double fixed_step = 3.5 * 25600 / 448 * 0x1p-9 / sqrt(12); /* of a loud row; a quiet row's is QUIET of it */
     for (int p = 0; p < NUM_PARTS; p++) {
         bool quiet = p == QUIET_ROWS || p == QUIET_BLOCK || p == QUIET_ROW;
+        const bool few = p > QUIET_ROWS;
+        const double low = least[few] * fixed_step, high = most[few] * fixed_step;
         bool own_row = p > QUIET_ROWS, own_block = p == LOUD_BLOCK || p == QUIET_BLOCK;
         /* Some values are less than half a step: they lose less. */
         if (quiet)
             cr_expect_float_eq(tensor.measured[p], 1, 1e-6, "%s: per tensor %g", part_names[p], tensor.measured[p]);
         else
-            cr_expect(tensor.measured[p] > 0.7 * fixed_step && tensor.measured[p] < 1.3 * fixed_step,
-                      "%s: per tensor %g, the step is %g", part_names[p], tensor.measured[p], fixed_step);
+            cr_expect(tensor.measured[p] > low && tensor.measured[p] < high, "%s: per tensor %g, the step is %g",
+                      part_names[p], tensor.measured[p], fixed_step);
         const double measured[] = {token.measured[p], block.measured[p]};
         for (int i = 0; i < 2; i++) {
             bool spoilt = i ? own_block : own_row;
-            cr_expect(spoilt ? measured[i] > 0.7 * fixed_step && measured[i] < 1.3 * fixed_step : in_range(measured[i]),
-                      "%s: per %s %g", part_names[p], i ? "block" : "token", measured[i]);
+            cr_expect(spoilt ? measured[i] > low && measured[i] < high : in_range(measured[i]), "%s: per %s %g",
+                      part_names[p], i ? "block" : "token", measured[i]);
         }
     }
 }
@@ -297,7 +301,7 @@ Test(outliers, through_a_grouped_gemm)
     cr_expect_gt(tensor, 4 * sqrt(errors[0][EPMOE_GRANULARITY_TOKEN][0][QUIET_ROWS]));
     for (int g = EPMOE_GRANULARITY_TOKEN; g <= EPMOE_GRANULARITY_BLOCK128 + 1; g++)
         for (int p = LOUD; p <= QUIET_ROWS; p++)
-            cr_expect_float_eq(sqrt(errors[1][g][0][p] / errors[0][g][0][p]), 1, 0.1, "granularity %d, %s: %g and %g",
+            cr_expect_float_eq(sqrt(errors[1][g][0][p] / errors[0][g][0][p]), 1, 0.15, "granularity %d, %s: %g and %g",
                                g, part_names[p], errors[0][g][0][p], errors[1][g][0][p]);
     free(product);
 }
