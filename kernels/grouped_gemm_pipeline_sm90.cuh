@@ -54,8 +54,8 @@ __device__ __forceinline__ int32_t tile_width(int32_t rows, int32_t row_tiles)
     return round_width((rows + row_tiles - 1) / row_tiles);
 }
 
-/* order[i] = the expert at place i, widest tiles first, so that blocks have tiles alike at the same
- * time and the last ones are short. Ranked by counting, which is for a few hundred experts. */
+/* order[i] = the expert at place i, widest tiles first, so that blocks have tiles alike at the same time and the
+ * last ones are short. Ranked by counting, which is for a few hundred experts. */
 __device__ __forceinline__ void order_experts(const gemm_params_t &p, int32_t max_n, int16_t *order, int16_t *widths)
 {
     for (int32_t e = (int32_t)threadIdx.x; e < p.num_experts; e += kThreads) {

@@ -56,6 +56,7 @@ epmoe_status_t epmoei_grouped_gemm_quant_sm80(const epmoe_grouped_gemm_args_t *a
 int64_t epmoei_grouped_gemm_quant_workspace_sm80(const epmoe_grouped_gemm_args_t *args);
 /* W4 and MXFP4; x in fp16 by the sm80 kernel. */
 epmoe_status_t epmoei_grouped_gemm_w4_sm90(const epmoe_grouped_gemm_args_t *args, epmoe_stream_t stream);
+/* Tiles are taken in turn: `dealt` is left alone. */
 epmoe_status_t epmoei_grouped_gemm_w4_chained_sm90(const epmoe_grouped_gemm_args_t *args, int32_t *dealt,
                                                    epmoe_stream_t stream);
 int64_t epmoei_grouped_gemm_w4_workspace_sm90(const epmoe_grouped_gemm_args_t *args);

@@ -33,7 +33,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 
 run_one() { # TOOL OP
     local log=build/sanitizers/$1-$2.log code=0 reason
-    timeout 600 compute-sanitizer --tool "$1" --error-exitcode 9 ./build/checkcuda --small "$2" >"$log" 2>&1 || code=$?
+    timeout 600 compute-sanitizer --tool "$1" --error-exitcode 9 ./build/checkcuda --small "$2" >"$log" 2>&1 &
+    trap "kill $! 2>/dev/null; exit 1" TERM
+    wait $! || code=$?
     reason=$(accepted "$1" "$2")
     if [ $code -eq 0 ]; then
         say "$1 $2: clean"
